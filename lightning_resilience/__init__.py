@@ -1,0 +1,32 @@
+"""PyTorch Lightning training jobs that do not stop.
+
+This module is the door: it names the public classes and imports nothing heavy until one is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_resilience.checkpoint.restore import newest_checkpoint
+    from lightning_resilience.checkpoint_io import AsyncCheckpointIO
+    from lightning_resilience.strategy import ResilientFSDPStrategy
+
+_HOMES = {
+    "AsyncCheckpointIO": "lightning_resilience.checkpoint_io",
+    "ResilientFSDPStrategy": "lightning_resilience.strategy",
+    "newest_checkpoint": "lightning_resilience.checkpoint.restore",
+}
+
+__all__ = ["AsyncCheckpointIO", "ResilientFSDPStrategy", "newest_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,67 @@
+"""Every error this package raises, as one tree.
+
+    ResilienceError
+    ├── ConfigurationError      an argument cannot work; change it
+    ├── ShardingError           the model cannot be sharded as asked; change the model or the policy
+    └── CheckpointError         something about a checkpoint
+        ├── SaveError           a save did not become durable; the training state is unharmed
+        │   ├── ArenaError      not enough shared memory to stage the state
+        │   └── WriterError     the writer process failed, died or missed its deadline
+        └── LoadError           a checkpoint cannot be used
+            ├── DamagedCheckpointError    its bytes are not the bytes that were written
+            ├── MismatchedCheckpointError it belongs to another model or optimizer
+            ├── UntrustedCheckpointError  it holds pickled objects that were not allowed
+            └── NoValidCheckpointError    checkpoints exist, none of them is valid
+
+The text of each says what happened, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class ResilienceError(Exception):
+    """Base of every error raised by this package."""
+
+
+class ConfigurationError(ResilienceError, ValueError):
+    """An argument cannot work as given."""
+
+
+class ShardingError(ResilienceError):
+    """The model cannot be sharded as asked."""
+
+
+class CheckpointError(ResilienceError):
+    """Base of everything that can go wrong with a checkpoint."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint did not become durable. The training state is unharmed."""
+
+
+class ArenaError(SaveError):
+    """Not enough shared memory to stage the state."""
+
+
+class WriterError(SaveError):
+    """The writer process failed, died or missed its deadline."""
+
+
+class LoadError(CheckpointError):
+    """A checkpoint cannot be used."""
+
+
+class DamagedCheckpointError(LoadError):
+    """The bytes on storage are not the bytes that were written."""
+
+
+class MismatchedCheckpointError(LoadError):
+    """The checkpoint belongs to another model or optimizer layout."""
+
+
+class UntrustedCheckpointError(LoadError):
+    """The checkpoint holds pickled objects that were not allowed."""
+
+
+class NoValidCheckpointError(LoadError):
+    """Checkpoints exist but none of them is valid."""

@@ -1,0 +1,56 @@
+"""A test leaves nothing running: no child process, no thread, no shared memory, no changed environment."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _children() -> set[int]:
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids.update(int(pid) for pid in (task / "children").read_text().split())
+        except FileNotFoundError:  # a thread that just ended
+            continue
+    return pids
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("lightning-resilience")}
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lightning-resilience")}
+
+
+def _leftovers(children: set[int], shm: set[str], threads: set[threading.Thread]) -> str:
+    found = {
+        "child processes": _children() - children,
+        "shared memory": _shared_memory() - shm,
+        "threads": _threads() - threads,
+    }
+    return ", ".join(f"{what}: {sorted(map(str, items))}" for what, items in found.items() if items)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves a process, a thread of ours, shared memory or an environment variable."""
+    before = _children(), _shared_memory(), _threads()
+    environment = dict(os.environ)
+    yield
+    deadline = time.monotonic() + 5.0  # a process that was told to leave may need a moment to be gone
+    while (left := _leftovers(*before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    changed = {
+        key for key in set(environment) | set(os.environ) if environment.get(key) != os.environ.get(key)
+    } - {"PYTEST_CURRENT_TEST"}
+    os.environ.clear()
+    os.environ.update(environment)
+    assert not left, f"left behind: {left}"
+    assert not changed, f"environment variables changed: {sorted(changed)}"
