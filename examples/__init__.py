@@ -1,0 +1,1 @@
+"""Examples: run the scripts from a clone of the repository."""

@@ -1,0 +1,1 @@
+"""A Llama trained on the text of the Python standard library."""

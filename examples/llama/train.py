@@ -1,0 +1,100 @@
+"""Train a Llama with plain PyTorch Lightning; start the same command again and it goes on by itself.
+
+    python examples/llama/train.py --devices 2 --accelerator cpu --steps 200
+
+What makes it resilient are the lines marked with (1), (2) and (3); all else is ordinary Lightning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+from examples.llama.data import TextDataModule
+from examples.llama.model import LlamaModule
+from examples.llama.sizes import SIZES
+from examples.llama.step_log import StepLog
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a Llama on text files.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--size", choices=SIZES, default="tiny")
+    model.add_argument(
+        "--pretrained", help="folder with Hugging Face weights and tokenizer, in place of --size"
+    )
+    model.add_argument("--learning-rate", type=float, default=1e-3)
+    model.add_argument("--gradient-checkpointing", action="store_true")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", help="text file or folder; without it the Python standard library")
+    data.add_argument("--pattern", default="*.py", help="which files of the folder")
+    data.add_argument("--seq-len", type=int, default=128)
+    data.add_argument("--batch-size", type=int, default=8, help="on each rank")
+    data.add_argument("--limit-mb", type=float, default=16.0, help="read at most this much text")
+    run = parser.add_argument_group("run")
+    run.add_argument("--accelerator", default="auto")
+    run.add_argument("--devices", default="auto")
+    run.add_argument("--num-nodes", type=int, default=1)
+    run.add_argument("--precision", default="32-true")
+    run.add_argument("--steps", type=int, default=200)
+    run.add_argument("--validate-every", type=int, default=100, help="steps between two validations")
+    run.add_argument("--seed", type=int, default=1)
+    run.add_argument("--checkpoint-dir", default="runs/llama")
+    run.add_argument("--checkpoint-every", type=int, default=20, help="steps between two checkpoints")
+    run.add_argument("--no-progress-bar", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def build_trainer(options: argparse.Namespace) -> L.Trainer:
+    folder = Path(options.checkpoint_dir)
+    return L.Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        precision=options.precision,
+        max_steps=options.steps,
+        val_check_interval=options.validate_every,
+        check_val_every_n_epoch=None,
+        limit_val_batches=8,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=False,
+        enable_progress_bar=not options.no_progress_bar,
+        strategy=DDPStrategy(),
+        callbacks=[
+            ModelCheckpoint(dirpath=folder, every_n_train_steps=options.checkpoint_every, save_top_k=-1),
+            StepLog(str(folder / "steps.jsonl")),
+        ],
+    )
+
+
+def main() -> None:
+    options = parse_arguments()
+    logging.getLogger("lightning_resilience").setLevel(logging.INFO)
+    L.seed_everything(options.seed, verbose=False)
+    model = LlamaModule(
+        size=options.size,
+        pretrained=options.pretrained,
+        learning_rate=options.learning_rate,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+    data = TextDataModule(
+        data=options.data,
+        pattern=options.pattern,
+        seq_len=options.seq_len,
+        batch_size=options.batch_size,
+        limit_mb=options.limit_mb,
+        tokenizer=options.pretrained,
+    )
+    build_trainer(options).fit(model, data)
+
+
+if __name__ == "__main__":
+    main()
