@@ -1,0 +1,208 @@
+"""The commit: how the files of all ranks become one checkpoint, with no collective and no training process.
+
+Runs in the writer processes. Every rank writes its files into the attempt's directory, then its record. When
+all records are there, rank 0's writer adds the manifest and renames the directory: that rename is the only
+step that makes the checkpoint visible, so a kill at any instant leaves either the whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_resilience.checkpoint import storage
+from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, read_seal
+from lightning_resilience.checkpoint.messages import Save
+from lightning_resilience.errors import CheckpointError, SaveError
+
+INCOMPLETE = ".incomplete"
+OWNER = "owner.json"
+_RECORD = "rank_{}.record"
+_ABANDONED_S = 3600.0
+_QUIET_S = 60.0
+
+
+def attempt_directory(path: Path, attempt: str) -> Path:
+    """Where an attempt's files lie until they are committed: beside the target, so that a rename is enough."""
+    return path.with_name(f".{path.name}.{attempt}{INCOMPLETE}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank has made durable, or why it could not."""
+
+    rank: int
+    files: dict[str, FileRecord]
+    error: str = ""
+
+    def write(self, directory: Path) -> None:
+        """Publish it; appears whole or not at all."""
+        path = directory / _RECORD.format(self.rank)
+        draft = path.with_suffix(f".draft-{os.getpid()}")
+        storage.write_durably(draft, memoryview(json.dumps(asdict(self)).encode()))
+        os.rename(draft, path)
+        storage.flush_directory(directory)
+
+
+def read_records(directory: Path, world_size: int) -> dict[int, Record]:
+    """The records that are there so far, by rank."""
+    records = {}
+    for rank in range(world_size):
+        try:
+            fields = json.loads((directory / _RECORD.format(rank)).read_bytes())
+        except FileNotFoundError:
+            continue
+        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        records[rank] = Record(fields["rank"], files, fields["error"])
+    return records
+
+
+def open_attempt(request: Save) -> Path:
+    """Create the attempt's directory; rank 0 also says who works on it."""
+    path = Path(request.path)
+    directory = attempt_directory(path, request.attempt)
+    directory.mkdir(parents=True, exist_ok=True)
+    if request.rank == 0:
+        owner = {"host": socket.gethostname(), "pid": os.getpid()}
+        (directory / OWNER).write_text(json.dumps(owner))
+    return directory
+
+
+class Commit:
+    """One checkpoint of which this process is the coordinator, from its own record to the rename.
+
+    Args:
+        request: The save as rank 0 asked for it.
+        now: Monotonic time in seconds.
+    """
+
+    def __init__(self, request: Save, now: float) -> None:
+        self.request = request
+        self.path = Path(request.path)
+        self.directory = attempt_directory(self.path, request.attempt)
+        self._deadline = now + request.deadline_s
+        self._progress = (-1, now)
+
+    def advance(self, now: float, orphaned: bool) -> bool:
+        """Commit if every rank has delivered; True when done, False to be called again.
+
+        Args:
+            now: Monotonic time in seconds.
+            orphaned: The training process is gone, so a rank that shows no progress will not come back.
+
+        Raises:
+            SaveError: The checkpoint cannot be completed; what was written is deleted.
+        """
+        records = read_records(self.directory, self.request.world_size)
+        failed = [f"rank {record.rank}: {record.error}" for record in records.values() if record.error]
+        if failed:
+            self.abandon()
+            raise SaveError("; ".join(failed))
+        if len(records) == self.request.world_size:
+            self._commit(records.values())
+            return True
+        self._check_patience(records, now, orphaned)
+        return False
+
+    def abandon(self) -> None:
+        """Delete what was written."""
+        if self.directory.exists():
+            storage.delete(self.directory)
+
+    def _check_patience(self, records: dict[int, Record], now: float, orphaned: bool) -> None:
+        size = sum(entry.stat().st_size for entry in os.scandir(self.directory))
+        if size != self._progress[0]:
+            self._progress = (size, now)
+        late = now > self._deadline or (orphaned and now > self._progress[1] + _QUIET_S)
+        if not late:
+            return
+        missing = sorted(set(range(self.request.world_size)) - set(records))
+        self.abandon()
+        raise SaveError(f"no bytes came from rank {', '.join(map(str, missing))} in time")
+
+    def _commit(self, records: Iterable[Record]) -> None:
+        files = {name: record for entry in records for name, record in entry.files.items()}
+        manifest = Manifest(
+            step=self.request.step,
+            world_size=self.request.world_size,
+            attempt=self.request.attempt,
+            created_ns=later_than_all(self.path.parent),
+            files=files,
+        )
+        storage.write_durably(self.directory / MANIFEST, memoryview(manifest.encode()))
+        for rank in range(self.request.world_size):
+            (self.directory / _RECORD.format(rank)).unlink()
+        (self.directory / OWNER).unlink()
+        storage.flush_directory(self.directory)
+        storage.put_in_place(self.directory, self.path)
+
+
+def is_committed(request: Save) -> bool:
+    """Whether this very attempt is in place already: a replayed request then has nothing left to do."""
+    try:
+        manifest = read_manifest(Path(request.path))
+    except (CheckpointError, OSError):
+        return False
+    return manifest is not None and manifest.attempt == request.attempt
+
+
+def later_than_all(directory: Path) -> int:
+    """A commit time in nanoseconds after that of every checkpoint here, whatever the clocks of earlier hosts."""
+    return max([time.time_ns(), *(created + 1 for created in _commit_times(directory))])
+
+
+def sweep(directory: Path, now: float) -> None:
+    """Delete what attempts that nobody works on any more have left in ``directory``.
+
+    Args:
+        directory: Where checkpoints are committed.
+        now: Wall-clock time in seconds, to compare with file times.
+    """
+    for entry in list(directory.glob(f".*{storage.REMOVED}")):
+        storage.delete(entry)
+    for attempt in list(directory.glob(f".*{INCOMPLETE}")):
+        if not _is_alive(attempt, now, _ABANDONED_S):
+            storage.delete(attempt)
+
+
+def live_attempts(directory: Path, now: float) -> list[Path]:
+    """Attempts in ``directory`` that a writer is still working on, as far as can be seen from this host."""
+    return [attempt for attempt in directory.glob(f".*{INCOMPLETE}") if _is_alive(attempt, now, _QUIET_S)]
+
+
+def _is_alive(attempt: Path, now: float, quiet_s: float) -> bool:
+    try:
+        owner = json.loads((attempt / OWNER).read_bytes())
+        if owner["host"] == socket.gethostname():
+            return _is_writer(owner["pid"])
+        return now - max(entry.stat().st_mtime for entry in os.scandir(attempt)) < quiet_s
+    except (OSError, ValueError, KeyError):  # no owner yet, or just committed
+        try:
+            return now - attempt.stat().st_mtime < min(quiet_s, _QUIET_S)
+        except OSError:
+            return False
+
+
+def _is_writer(pid: int) -> bool:
+    """Whether that process is a writer; a number may have been given to another process since."""
+    try:
+        return b"lightning_resilience.checkpoint.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _commit_times(directory: Path) -> Iterable[int]:
+    for entry in directory.iterdir():
+        if entry.name.startswith("."):
+            continue
+        try:
+            proof = read_manifest(entry) if entry.is_dir() else read_seal(entry)
+        except (CheckpointError, OSError):
+            continue
+        if proof is not None:
+            yield proof.created_ns

@@ -1,0 +1,253 @@
+"""Where every byte of a sharded checkpoint goes: this rank's file, and the metadata of all files.
+
+Pure: no process group, no file. The format is that of ``torch.distributed.checkpoint`` (``__k_0.distcp`` and
+``.metadata``), so ``dcp.load`` and stock Lightning read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from lightning_resilience._torch import local_chunk, replica_coordinates, storage_info
+from lightning_resilience.checkpoint.envelope import envelope
+from lightning_resilience.errors import SaveError
+
+Path: TypeAlias = tuple["str | int", ...]
+"""Way to a leaf through nested dictionaries and lists."""
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of the state, under the flat name that the checkpoint format uses."""
+
+    name: str
+    path: Path
+    value: Any
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a tensor in this rank's file.
+
+    Attributes:
+        name: Flat name of the tensor.
+        path: Its way through the nested state.
+        dtype: Name of the dtype, as in ``torch.float32``.
+        global_shape: Shape of the whole tensor.
+        offsets: Where the piece starts in it.
+        shape: Shape of the piece.
+        start: Where the piece's archive starts in the file, in bytes.
+        length: How long the archive is.
+    """
+
+    name: str
+    path: Path
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What one rank writes of the tensors.
+
+    Attributes:
+        rank: The rank.
+        chunks: Its pieces, in file order.
+        size: Length of the tensor part of the file in bytes.
+        plain: Digest of the names of all values that are not sharded; equal on all ranks or the save is wrong.
+    """
+
+    rank: int
+    chunks: tuple[Chunk, ...]
+    size: int
+    plain: int
+
+    def encode(self) -> bytes:
+        """As JSON, to be told to rank 0."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> ShardLayout:
+        """The opposite of :meth:`encode`."""
+        fields = json.loads(data)
+        chunks = tuple(
+            Chunk(**{key: tuple(value) if isinstance(value, list) else value for key, value in chunk.items()})
+            for chunk in fields.pop("chunks")
+        )
+        return ShardLayout(chunks=chunks, **fields)
+
+
+def flatten(state: Mapping[str, Any]) -> list[Leaf]:
+    """Leaves of a nested state, named as ``torch.distributed.checkpoint`` names them."""
+    return list(_leaves(state, ()))
+
+
+def _leaves(value: Any, path: Path) -> Iterator[Leaf]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield Leaf(".".join(map(str, path)), path, value)
+
+
+def signature(leaves: Sequence[Leaf]) -> int:
+    """Changes whenever the layout would: names, shapes, dtypes, placements. Not for other processes."""
+    return hash(tuple(_trait(leaf) for leaf in leaves))
+
+
+def _trait(leaf: Leaf) -> tuple[object, ...]:
+    value = leaf.value
+    if isinstance(value, DTensor):
+        return leaf.name, value.shape, value.dtype, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        return leaf.name, value.shape, value.dtype
+    return (leaf.name,)
+
+
+def plan_shard(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
+    """This rank's layout. A piece that several ranks hold is written by exactly one of them."""
+    chunks: list[Chunk] = []
+    end = 0
+    for leaf in leaves:
+        if not isinstance(leaf.value, torch.Tensor) or not _is_ours(leaf, rank):
+            continue
+        chunk = _place(leaf, _aligned(end))
+        if math.prod(chunk.shape) > 0:
+            chunks.append(chunk)
+            end = chunk.start + chunk.length
+    plain = "\n".join(leaf.name for leaf in leaves if not isinstance(leaf.value, DTensor))
+    return ShardLayout(rank, tuple(chunks), _aligned(end), zlib.crc32(plain.encode()))
+
+
+def _is_ours(leaf: Leaf, rank: int) -> bool:
+    """Plain tensors are rank 0's, all of them: a mixture of ranks could be a state that never was."""
+    if not isinstance(leaf.value, DTensor):
+        return rank == 0
+    turn = zlib.crc32(leaf.name.encode())
+    coordinates = replica_coordinates(leaf.value)
+    return coordinates is not None and all(turn % size == index for index, size in coordinates)
+
+
+def _place(leaf: Leaf, start: int) -> Chunk:
+    tensor = leaf.value
+    offsets, shape = local_chunk(tensor)
+    return Chunk(
+        name=leaf.name,
+        path=leaf.path,
+        dtype=str(tensor.dtype),
+        global_shape=tuple(tensor.shape),
+        offsets=offsets,
+        shape=shape,
+        start=start,
+        length=envelope(tensor.dtype, shape).size,
+    )
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def file_name(rank: int) -> str:
+    """Name of a rank's file, as stock checkpoints have it."""
+    return f"__{rank}_0.distcp"
+
+
+class GlobalLayout:
+    """The metadata of all ranks' files; rank 0 has it and it changes only when a layout does.
+
+    Args:
+        layouts: One per rank.
+
+    Raises:
+        SaveError: The pieces do not make the tensors whole.
+    """
+
+    def __init__(self, layouts: Sequence[ShardLayout]) -> None:
+        _check_agreement(layouts)
+        self._paths: dict[str, Path] = {}
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, Any] = {}
+        for layout in layouts:
+            for chunk in layout.chunks:
+                self._add(chunk, file_name(layout.rank))
+        for name, tensor in self._tensors.items():
+            _check_whole(name, tensor)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  # one instance per layout, and it ends with it
+    def encode(self, values: tuple[tuple[str, Path, int, int], ...]) -> bytes:
+        """The ``.metadata`` file.
+
+        Args:
+            values: Name, path, start and length of every value in rank 0's file that is not a tensor.
+        """
+        storage = dict(self._storage)
+        for name, _, start, length in values:
+            storage[MetadataIndex(name)] = storage_info(file_name(0), start, length)
+        metadata = Metadata(
+            state_dict_metadata={**self._tensors, **{name: BytesStorageMetadata() for name, *_ in values}},
+            planner_data={**self._paths, **{name: path for name, path, *_ in values}},
+            storage_data=storage,
+            storage_meta=StorageMeta(),
+            version="1.0.0",
+        )
+        return pickle.dumps(metadata)
+
+    def _add(self, chunk: Chunk, file: str) -> None:
+        tensor = self._tensors.setdefault(
+            chunk.name,
+            TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, chunk.dtype.removeprefix("torch."))),
+                size=torch.Size(chunk.global_shape),
+                chunks=[],
+            ),
+        )
+        index = MetadataIndex(chunk.name, chunk.offsets, len(tensor.chunks))
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)))
+        self._storage[index] = storage_info(file, chunk.start, chunk.length)
+        self._paths[chunk.name] = chunk.path
+
+
+def _check_agreement(layouts: Sequence[ShardLayout]) -> None:
+    odd = [layout.rank for layout in layouts if layout.plain != layouts[0].plain]
+    if odd:
+        raise SaveError(
+            f"ranks {odd} hold other unsharded tensors than rank 0, and a checkpoint keeps only rank 0's: every"
+            " rank must have the same parameters, buffers and optimizer entries, or shard them as DTensors"
+        )
+
+
+def _check_whole(name: str, tensor: TensorStorageMetadata) -> None:
+    held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if held != math.prod(tensor.size):
+        raise SaveError(
+            f"the ranks hold {held} of the {math.prod(tensor.size)} elements of {name!r} (shape"
+            f" {tuple(tensor.size)}): it is not sharded over the mesh as its placements say"
+        )

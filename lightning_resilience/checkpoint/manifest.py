@@ -1,0 +1,138 @@
+"""What proves that a checkpoint is whole: the manifest of a directory, the seal of a single file.
+
+Pure data and its two encodings; both the writer process and the training process use it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightning_resilience.errors import DamagedCheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_END_OF_ZIP = b"PK\x05\x06"
+_END_OF_ZIP_SIZE = 22
+_SEAL = re.compile(
+    rb"lightning-resilience seal: xxh3=([0-9a-f]{16}) size=(\d{20}) step=(\d{20}) created=(\d{20})\Z"
+)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and xxh3-64 digest (hex) of one file."""
+
+    size: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint directory consists of.
+
+    Attributes:
+        step: Optimizer steps done when the state was taken.
+        world_size: How many ranks wrote it.
+        attempt: Name of the try that wrote it.
+        created_ns: When it was committed, in nanoseconds since the epoch; strictly increasing within a
+            directory even when clocks are not.
+        files: Every file except the manifest itself.
+    """
+
+    step: int
+    world_size: int
+    attempt: str
+    created_ns: int
+    files: Mapping[str, FileRecord]
+
+    def encode(self) -> bytes:
+        """The manifest as a JSON file that proves itself."""
+        body = {"format": FORMAT, **asdict(self)}
+        return _canonical({"manifest": body, "xxh3": xxhash.xxh3_64(_canonical(body)).hexdigest()}) + b"\n"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What the comment at the end of a single-file checkpoint says about the bytes before it."""
+
+    size: int
+    xxh3: str
+    step: int
+    created_ns: int
+
+    def encode(self) -> bytes:
+        """The comment; its length does not depend on the values."""
+        return (
+            f"lightning-resilience seal: xxh3={self.xxh3} size={self.size:020d}"
+            f" step={self.step:020d} created={self.created_ns:020d}"
+        ).encode()
+
+    @property
+    def digested(self) -> int:
+        """How many leading bytes of the file the digest covers: all of the archive but its comment length."""
+        return self.size - 2
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a checkpoint directory, or None where there is none (another tool wrote it).
+
+    Raises:
+        DamagedCheckpointError: There is one and it is not what was written.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        body: dict[str, Any] = content["manifest"]
+        if xxhash.xxh3_64(_canonical(body)).hexdigest() != content["xxh3"]:
+            raise ValueError("its checksum does not match")
+        if body.pop("format") != FORMAT:
+            raise ValueError("it was written by a newer version of lightning_resilience")
+        files = {_safe_name(name): FileRecord(**record) for name, record in body.pop("files").items()}
+        return Manifest(files=files, **body)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpointError(f"the manifest {path} is damaged: {error}") from error
+
+
+def seal_tail(size: int, step: int, created_ns: int, digest: str) -> bytes:
+    """The last bytes of a sealed file: the length of the archive's comment, and the comment."""
+    comment = Seal(size, digest, step, created_ns).encode()
+    return len(comment).to_bytes(2, "little") + comment
+
+
+def read_seal(path: Path) -> Seal | None:
+    """The seal of a single-file checkpoint, or None where another tool wrote the file.
+
+    Raises:
+        DamagedCheckpointError: The end of the file is neither ours nor the plain end of an archive.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            return None  # torch's old format, or not a checkpoint at all; loading will tell
+        length = file.seek(0, 2)
+        file.seek(max(0, length - 4096))
+        end = file.read()
+    if end[-_END_OF_ZIP_SIZE:].startswith(_END_OF_ZIP) and end.endswith(b"\0\0"):
+        return None
+    found = _SEAL.search(end)
+    if found is None or int(found[2]) != length - len(found[0]):
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: its end is missing or changed")
+    return Seal(int(found[2]), found[1].decode(), int(found[3]), int(found[4]))
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _safe_name(name: str) -> str:
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"it names a file outside the checkpoint: {name!r}")
+    return name

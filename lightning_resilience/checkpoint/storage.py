@@ -1,0 +1,127 @@
+"""Making bytes durable on a local or shared POSIX file system, and making a checkpoint appear in one step.
+
+Runs in the writer process; knows files, not checkpoints. Nothing here calls ``os.sync()``: only what we wrote
+is flushed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+_CHUNK = 1 << 20  # hashed while it is in the cache, then written
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+REPLACED = ".replaced"
+REMOVED = ".removed"
+
+
+def write_durably(
+    path: Path, data: memoryview, tail: Callable[[str], bytes] = lambda digest: b"", held_back: int = 0
+) -> str:
+    """Write ``data`` to a new file, flush it to the device and return the digest (xxh3-64, hex) of ``data``.
+
+    Args:
+        path: The file; an unfinished one of an earlier try is overwritten.
+        data: What to write.
+        tail: Makes the last bytes of the file from the digest.
+        held_back: How many bytes at the end of ``data`` the tail replaces; they are not part of the digest.
+    """
+    body = data[: len(data) - held_back]
+    digest = xxhash.xxh3_64()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        _reserve(fd, len(data))
+        for start in range(0, len(body), _CHUNK):
+            chunk = body[start : start + _CHUNK]
+            digest.update(chunk)
+            _write_all(fd, chunk)
+        _write_all(fd, memoryview(tail(digest.hexdigest())))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def digest_of(path: Path, size: int) -> str:
+    """Digest (xxh3-64, hex) of the first ``size`` bytes of a file."""
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(4 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while size > 0 and (count := file.readinto(buffer[: min(size, len(buffer))])):
+            digest.update(buffer[:count])
+            size -= count
+    return digest.hexdigest()
+
+
+def flush_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def put_in_place(source: Path, target: Path) -> None:
+    """Make ``source`` appear as ``target`` in one step, replacing what is there only then.
+
+    At no instant is there a moment without a valid ``target`` if there was one before: where the file system
+    cannot exchange two names, the old one keeps a name of its own that restore also looks at.
+    """
+    if not os.path.lexists(target):
+        os.rename(source, target)
+    elif _exchange(source, target):
+        delete(source)
+    else:
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{REPLACED}")
+        os.rename(target, aside)
+        os.rename(source, target)
+        delete(aside)
+    flush_directory(target.parent)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a directory so that no half of it keeps a valid name."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex[:8]}{REMOVED}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Fail for want of space before writing rather than after."""
+    if size == 0:
+        return
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while len(data) > 0:
+        data = data[os.write(fd, data) :]
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names atomically; False where kernel or file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
