@@ -1,7 +1,7 @@
 """A Llama as a LightningModule: loss, perplexity, AdamW with weight-decay groups, warm-up and cosine.
 
-Logged: `train/loss` and `train/perplexity` after every step, `val/loss` and `val/perplexity` over the whole
-validation set; losses in nats a token, mean over ranks.
+Logged, losses in nats a token: `train/loss`, mean over ranks, and `train/perplexity` of rank 0's batch after
+every step; `val/loss` and `val/perplexity`, over all ranks and validation batches.
 """
 
 from __future__ import annotations
