@@ -5,11 +5,20 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.utils import _pytree
+
+_T = TypeVar("_T")
 
 # --- checkpoint format -------------------------------------------------------------------------------------
 
@@ -48,3 +57,80 @@ def storage_info(file: str, start: int, length: int) -> Any:
     file, so its name cannot move without breaking stock checkpoints too.
     """
     return _StorageInfo(file, start, length)
+
+
+# --- sharding -------------------------------------------------------------------------------------------------
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The communication groups of one `fully_shard` call.
+
+    torch keeps them in `FSDPState._fsdp_param_groups`; until 2.11 there was one, `_fsdp_param_group`, or none.
+    """
+    state = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def fsdp_parameters(module: Module) -> Iterator[Any]:
+    """Every `FSDPParam` below `module`: the pair of a sharded parameter and its gathered copy."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in parameter_groups(submodule):
+                yield from group.fsdp_params
+
+
+def sharded_parameters(module: Module) -> set[Parameter]:
+    """The sharded parameters FSDP2 looks after, also while their gathered copies are registered."""
+    return {fsdp_param.sharded_param for fsdp_param in fsdp_parameters(module)}
+
+
+def gathered_parameter(fsdp_param: Any) -> Parameter | None:
+    """The gathered copy of a parameter, which exists from the first all-gather on."""
+    return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def put_back_shards(module: FSDPModule) -> None:
+    """Register the sharded parameters of `module` (not of its children) again.
+
+    `FSDPModule.reshard` does the same but ignores the call between a module's pre- and post-forward hook.
+    """
+    for group in parameter_groups(module):
+        group._to_sharded()
+
+
+def is_gathered(module: FSDPModule) -> bool:
+    """Whether a parameter of `module` is registered as its gathered copy now."""
+    return any(not group.is_sharded for group in parameter_groups(module))
+
+
+def continue_forward(module: FSDPModule) -> None:
+    """Say that the forward of `module` is still running, after a nested call of it has said it is over.
+
+    The post-forward hook then keeps or frees the gathered parameters as `reshard_after_forward` says, not at once.
+    """
+    for group in parameter_groups(module):
+        group._training_state = TrainingState.FORWARD
+
+
+def pre_backward_hook(module: FSDPModule) -> Callable[[Tensor], Tensor]:
+    """What FSDP2 hangs on the outputs of `module`: it gathers parameters and queues the gradient reduction."""
+    hook: Callable[[Tensor], Tensor] = module._get_fsdp_state()._pre_backward
+    return hook
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One dimension over all ranks of `mesh`, reachable as `root_mesh[name]`.
+
+    The method is named in the documentation of `DeviceMesh` but still carries an underscore.
+    """
+    return mesh._flatten(name)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:
+    """Apply `function` to every tensor in nested containers. The public `torch.utils.pytree` does not exist yet."""
+    mapped: _T = _pytree.tree_map_only(Tensor, function, tree)
+    return mapped
