@@ -45,6 +45,8 @@ class Job:
         mark = uuid.uuid4().hex
         self._needle = f"{MARK}={mark}".encode()
         self._output = output
+        self.pids: set[int] = set()
+        """Every process of the job that was ever seen."""
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
@@ -60,7 +62,9 @@ class Job:
 
     def members(self) -> set[int]:
         """Ids of all processes of the job that are alive, whoever their parent is."""
-        return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if self._owns(folder)}
+        alive = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if self._owns(folder)}
+        self.pids |= alive
+        return alive
 
     def _owns(self, folder: Path) -> bool:
         try:
@@ -80,12 +84,25 @@ class Job:
         return len(killed)
 
     def wait_until_empty(self, seconds: float) -> None:
-        """Let helpers of a finished run leave; raises DemoFailed if one stays."""
+        """Let helpers of a finished run leave.
+
+        Raises:
+            DemoFailed: one stays.
+        """
         deadline = time.monotonic() + seconds
         while members := self.members():
             if time.monotonic() > deadline:
                 raise DemoFailed(f"processes {sorted(members)} outlived the job")
             time.sleep(0.05)
+
+    def shared_memory(self) -> list[Path]:
+        """Shared memory of ours that carries the number of one of the job's processes in its name."""
+        files = Path("/dev/shm").glob("lightning-resilience-*")
+        return [
+            path
+            for path in files
+            if self.pids & {int(part) for part in path.name.split("-") if part.isdigit()}
+        ]
 
     def last_words(self) -> str:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-30:])
@@ -139,6 +156,7 @@ class Demo:
         self._options = options
         self._log = folder / "checkpoints" / "steps.jsonl"
         self._command = train_command(folder / "checkpoints", options)
+        self._jobs: list[Job] = []
 
     def run(self) -> Recovery:
         self._console.print(f"[dim]$ {' '.join(self._command[1:])}[/]")
@@ -146,6 +164,8 @@ class Demo:
         self._first_run()
         self._console.print("[bold]Second run[/]: the same command again")
         self._second_run()
+        if left := [str(path) for job in self._jobs for path in job.shared_memory()]:
+            raise DemoFailed(f"shared memory was left behind: {left}")
         return recovery(read_events(self._log), self._options.steps)
 
     def _first_run(self) -> None:
@@ -153,6 +173,7 @@ class Demo:
             for _event in follow(job, self._log, self._show):
                 if self._time_to_kill():
                     count = job.kill()
+                    self._jobs.append(job)
                     self._console.print(f"  [bold red]SIGKILL[/] to all {count} processes of the job")
                     return
         raise DemoFailed("the first run ended before it was killed: give more --steps")
@@ -163,9 +184,11 @@ class Demo:
 
     def _second_run(self) -> None:
         with running(self._command, self._folder / "second.out") as job:
-            for _event in follow(job, self._log, self._show):
-                pass
+            for event in follow(job, self._log, self._show):
+                if event["event"] == "start":
+                    job.members()
             job.wait_until_empty(seconds=20.0)
+            self._jobs.append(job)
 
     def _show(self, event: dict[str, Any]) -> None:
         if event["event"] == "start" and event["checkpoint"]:

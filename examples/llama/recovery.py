@@ -35,6 +35,7 @@ class Recovery:
         after: losses of the second run by step.
         steps: how many steps the job had to do.
         stalls_ms: how long each save held training, in milliseconds.
+        failed_saves: steps whose checkpoint did not become durable.
     """
 
     killed_at: int
@@ -43,6 +44,7 @@ class Recovery:
     after: Mapping[int, float]
     steps: int
     stalls_ms: tuple[float, ...]
+    failed_saves: tuple[int, ...] = ()
 
     @property
     def redone(self) -> list[int]:
@@ -64,6 +66,7 @@ class Recovery:
             "no step was done twice, so nothing shows that the resume is exact": not self.redone,
             f"steps {self.different} have another loss than before the kill": bool(self.different),
             "no save was reported": not self.stalls_ms,
+            f"the saves of steps {self.failed_saves} failed": bool(self.failed_saves),
         }
         return [text for text, failed in checks.items() if failed]
 
@@ -77,6 +80,7 @@ def recovery(events: Sequence[Event], steps: int) -> Recovery:
     runs = split_runs(events)
     if len(runs) != 2 or not all(losses(run) for run in runs):
         raise ValueError(f"expected two runs with steps in the log, found {len(runs)} starts")
+    saves = [event for event in events if event["event"] == "save"]
     before, after = losses(runs[0]), losses(runs[1])
     return Recovery(
         killed_at=max(before),
@@ -84,5 +88,6 @@ def recovery(events: Sequence[Event], steps: int) -> Recovery:
         before=before,
         after=after,
         steps=steps,
-        stalls_ms=tuple(1e3 * event["stall_seconds"] for event in events if event["event"] == "save"),
+        stalls_ms=tuple(1e3 * event["stall_s"] for event in saves),
+        failed_saves=tuple(event["step"] for event in saves if event["error"]),
     )

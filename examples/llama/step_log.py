@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 class StepLog(Callback):
     """Appends to a file on rank 0: `start`, `step`, `save` and `end` events.
 
-    Losses are written with all their digits: reading them gives the same bits.
+    Losses are written with all their digits: reading them gives the same bits. A `save` is written when the
+    checkpoint is durable, or has failed, with what `AsyncCheckpointIO.history` says about it.
 
     Args:
         path: the file; its folder is made. A restarted run appends to it.
@@ -49,15 +51,20 @@ class StepLog(Callback):
         self._write_saves(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_saves(trainer)
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         self._write(trainer, "end", step=trainer.global_step, metrics=metrics)
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # the strategy has waited for the last save by now
+            self._write_saves(trainer)
+
     def _write_saves(self, trainer: Trainer) -> None:
         history = getattr(trainer.strategy.checkpoint_io, "history", [])
-        for record in history[self._saves_seen :]:
-            self._write(trainer, "save", **record)
-        self._saves_seen = len(history)
+        for report in history[self._saves_seen :]:
+            if report.durable_s is None and report.error is None:
+                return
+            self._saves_seen += 1
+            self._write(trainer, "save", **asdict(report))
 
     def _write(self, trainer: Trainer, event: str, **fields: Any) -> None:
         if trainer.is_global_zero:

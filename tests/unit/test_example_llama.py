@@ -185,7 +185,7 @@ def _run(start: int, losses: Sequence[float]) -> list[dict[str, Any]]:
     return [{"event": "start", "step": start}, *steps]
 
 
-SAVE = {"event": "save", "step": 2, "stall_seconds": 0.002, "bytes": 10}
+SAVE = {"event": "save", "step": 2, "stall_s": 0.002, "error": None}
 
 
 def test_an_exact_resume_has_no_problem() -> None:
@@ -203,6 +203,7 @@ def test_an_exact_resume_has_no_problem() -> None:
         ([*_run(0, [4.0, 3.0, 2.5]), SAVE, *_run(2, [2.5])], "to the end"),
         ([*_run(0, [4.0, 3.0]), SAVE, *_run(2, [2.5, 2.0])], "done twice"),
         ([*_run(0, [4.0, 3.0, 2.5]), *_run(2, [2.5, 2.0])], "no save"),
+        ([*_run(0, [4.0, 3.0, 2.5]), SAVE | {"error": "disk full"}, *_run(2, [2.5, 2.0])], "failed"),
     ],
 )
 def test_what_is_not_as_promised_is_named(events: list[dict[str, Any]], problem: str) -> None:
