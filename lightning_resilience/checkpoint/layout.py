@@ -11,9 +11,9 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience._torch import local_chunk, replica_coordinates, storage_info
+from lightning_resilience.checkpoint._torch import local_chunk, replica_coordinates, storage_info
 from lightning_resilience.checkpoint.envelope import envelope
 from lightning_resilience.errors import SaveError
 
@@ -37,8 +37,7 @@ Path: TypeAlias = tuple["str | int", ...]
 ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One value of the state, under the flat name that the checkpoint format uses."""
 
     name: str
@@ -89,7 +88,7 @@ class ShardLayout:
 
     def encode(self) -> bytes:
         """As JSON, to be told to rank 0."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps({**vars(self), "chunks": [vars(chunk) for chunk in self.chunks]}).encode()
 
     @staticmethod
     def decode(data: bytes) -> ShardLayout:
@@ -104,18 +103,28 @@ class ShardLayout:
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
     """Leaves of a nested state, named as ``torch.distributed.checkpoint`` names them."""
-    return list(_leaves(state, ()))
+    leaves: list[Leaf] = []
+    _collect(state, "", (), leaves)
+    return leaves
 
 
-def _leaves(value: Any, path: Path) -> Iterator[Leaf]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list) and any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    else:
-        yield Leaf(".".join(map(str, path)), path, value)
+def _collect(value: Any, name: str, path: Path, leaves: list[Leaf]) -> None:
+    for key, item in _children(value):
+        way = (*path, key)
+        label = f"{name}.{key}" if path else str(key)
+        if isinstance(item, torch.Tensor) or not _children(item):
+            leaves.append(Leaf(label, way, item))
+        else:
+            _collect(item, label, way, leaves)
+
+
+def _children(value: Any) -> list[tuple[str | int, Any]]:
+    """What is below a value; lists are opened only when there is something to find in them."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list) and any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value):
+        return list(enumerate(value))
+    return []
 
 
 def signature(leaves: Sequence[Leaf]) -> int:
@@ -140,7 +149,7 @@ def plan_shard(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
         if not isinstance(leaf.value, torch.Tensor) or not _is_ours(leaf, rank):
             continue
         chunk = _place(leaf, _aligned(end))
-        if math.prod(chunk.shape) > 0:
+        if math.prod(chunk.shape) > 0 or leaf.value.numel() == 0:
             chunks.append(chunk)
             end = chunk.start + chunk.length
     plain = "\n".join(leaf.name for leaf in leaves if not isinstance(leaf.value, DTensor))
@@ -224,7 +233,7 @@ class GlobalLayout:
         tensor = self._tensors.setdefault(
             chunk.name,
             TensorStorageMetadata(
-                properties=TensorProperties(dtype=getattr(torch, chunk.dtype.removeprefix("torch."))),
+                properties=_properties(chunk.dtype),
                 size=torch.Size(chunk.global_shape),
                 chunks=[],
             ),
@@ -233,6 +242,18 @@ class GlobalLayout:
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)))
         self._storage[index] = storage_info(file, chunk.start, chunk.length)
         self._paths[chunk.name] = chunk.path
+
+
+@functools.cache
+def _properties(dtype: str) -> TensorProperties:
+    """One instance per dtype: a thousand equal ones would be pickled a thousand times."""
+    return TensorProperties(dtype=torch_dtype(dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that prints as ``name``."""
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
 
 
 def _check_agreement(layouts: Sequence[ShardLayout]) -> None:
