@@ -1,31 +1,80 @@
-"""Every private name of Lightning this package relies on, seen in lightning 2.6.6.
+"""Every private name of Lightning that this package relies on, each with its version and its reason.
 
-`tests/unit/test_private_names.py` fails when one of them moves.
+A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BatchProgress, _Progress
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.distributed.device_mesh import DeviceMesh
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "BatchProgress",
+    "DataFetcher",
+    "FitLoop",
+    "PrefetchDataFetcher",
+    "Progress",
+    "RestartStage",
+    "TrainingEpochLoop",
+    "sized_len",
+]
+
+# --- exact resume (data/) ----------------------------------------------------------------------------------
+# Lightning 2.6.6. The loops are private since 2.0 and have no other seam through which a run could be continued
+# exactly: https://github.com/Lightning-AI/pytorch-lightning/tree/2.6.6/src/lightning/pytorch/loops
+
+FitLoop = _FitLoop
+TrainingEpochLoop = _TrainingEpochLoop
+DataFetcher = _DataFetcher
+PrefetchDataFetcher = _PrefetchDataFetcher
+Progress = _Progress
+BatchProgress = _BatchProgress
+
+
+def clear_restarting(loop: _Loop) -> None:
+    """Tell a loop and its children that nothing is left to restart.
+
+    Through the base class, because ``_FitLoop.restarting`` cannot be set to False while ``max_steps`` is set.
+    """
+    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # a property of the class
+
+
+def set_sampler_epoch(loaders: Iterable[Any], epoch: int) -> None:
+    """Tell the samplers of ``loaders`` which epoch comes next, as Lightning itself does."""
+    for loader in loaders:
+        _set_sampler_epoch(loader, epoch)
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The metrics that callbacks and schedulers see, without computing any (computing may communicate)."""
+    return trainer._logger_connector._callback_metrics
+
+
+# --- strategy ----------------------------------------------------------------------------------------------
 
 DEFAULT_TIMEOUT: timedelta = default_pg_timeout
 """How long Lightning lets a collective operation run."""
 
 
 def materialize(module: Module, device: torch.device) -> None:
-    """Allocate what is still on the meta device and call `reset_parameters`, as `ModelParallelStrategy` does."""
+    """Allocate what is on the meta device and call `reset_parameters`, as `ModelParallelStrategy` does."""
     _materialize_distributed_module(module, device)
 
 
@@ -47,7 +96,7 @@ def publish_device(module: LightningModule, device: torch.device) -> None:
 def evaluate_without_inference_mode(trainer: Trainer) -> None:
     """Let validate, test and predict run under `torch.no_grad`, as Lightning does for its own FSDP strategy.
 
-    FSDP2 allocates its gather buffers at the first forward; made in inference mode they cannot be trained with.
+    FSDP2 allocates its gather buffers at the first forward; made in inference mode they cannot be trained on.
     Lightning decides this from the type of its strategy (`loops/utilities.py`, `_no_grad_context`).
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):

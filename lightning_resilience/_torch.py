@@ -59,13 +59,13 @@ def storage_info(file: str, start: int, length: int) -> Any:
     return _StorageInfo(file, start, length)
 
 
-# --- sharding -------------------------------------------------------------------------------------------------
+# --- sharding ----------------------------------------------------------------------------------------------
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """The communication groups of one `fully_shard` call.
 
-    torch keeps them in `FSDPState._fsdp_param_groups`; until 2.11 there was one, `_fsdp_param_group`, or none.
+    torch keeps them in `FSDPState._fsdp_param_groups`; in 2.11 there was one, `_fsdp_param_group`, or none.
     """
     state = module._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
@@ -107,17 +107,27 @@ def is_gathered(module: FSDPModule) -> bool:
     return any(not group.is_sharded for group in parameter_groups(module))
 
 
+def has_unreduced_gradients(module: FSDPModule) -> bool:
+    """Whether gradients sit in gathered copies although FSDP2 was asked to reduce them."""
+    return any(
+        getattr(gathered_parameter(fsdp_param), "grad", None) is not None
+        for group in parameter_groups(module)
+        if group.reduce_grads
+        for fsdp_param in group.fsdp_params
+    )
+
+
 def continue_forward(module: FSDPModule) -> None:
     """Say that the forward of `module` is still running, after a nested call of it has said it is over.
 
-    The post-forward hook then keeps or frees the gathered parameters as `reshard_after_forward` says, not at once.
+    The post-forward hook then goes by `reshard_after_forward` instead of freeing the gathered parameters at once.
     """
     for group in parameter_groups(module):
         group._training_state = TrainingState.FORWARD
 
 
 def pre_backward_hook(module: FSDPModule) -> Callable[[Tensor], Tensor]:
-    """What FSDP2 hangs on the outputs of `module`: it gathers parameters and queues the gradient reduction."""
+    """What FSDP2 hangs on outputs of `module`: it gathers parameters and queues the gradient reduction."""
     hook: Callable[[Tensor], Tensor] = module._get_fsdp_state()._pre_backward
     return hook
 
@@ -131,6 +141,6 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:
-    """Apply `function` to every tensor in nested containers. The public `torch.utils.pytree` does not exist yet."""
+    """Apply `function` to every tensor in nested containers. torch 2.11 has no public module for it."""
     mapped: _T = _pytree.tree_map_only(Tensor, function, tree)
     return mapped

@@ -1,0 +1,129 @@
+"""Run steps of an FSDP root as if they were its forward.
+
+FSDP2 gathers the parameters of a module in a hook before `forward` and reduces its gradients in hooks after it.
+A training step is a method of its own, so it is run in the place of `forward`. Two things need care:
+
+* With manual optimization, backward and optimizer steps happen *inside* the step. FSDP2 then learns of the
+  backward from us, the root stays gathered until the step ends, and is gathered anew after each update.
+* A step usually calls `self(batch)`. The hooks of that inner call say the forward is over while it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from lightning_resilience._torch import (
+    continue_forward,
+    fsdp_parameters,
+    gathered_parameter,
+    has_unreduced_gradients,
+    is_gathered,
+    pre_backward_hook,
+)
+from lightning_resilience.errors import ShardingError
+from lightning_resilience.sharding.shard import reshard_all
+
+_T = TypeVar("_T")
+
+
+class RootForward:
+    """Steps of one model. Owned by the strategy, used by the thread that trains."""
+
+    def __init__(self) -> None:
+        self._running: FSDPModule | None = None
+        self._had_backward = False
+
+    def run(self, root: FSDPModule, step: Callable[[], _T]) -> _T:
+        """Run `step` with the parameters of `root` gathered.
+
+        The arguments of the step do not pass through FSDP2, which would copy, move and cast them.
+        """
+        synchronize_requires_grad(root)
+
+        def forward() -> _T:
+            result = step()
+            if not self._had_backward and is_gathered(root):
+                continue_forward(root)
+            return result
+
+        with self._inside(root), _forward_replaced(root, forward):
+            result: _T = root()
+        return result
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Tell FSDP2 of a backward inside a step: only outputs of a finished forward would tell it."""
+        if self._running is None:
+            return
+        self._had_backward = True
+        synchronize_requires_grad(self._running)
+        if loss.requires_grad:
+            loss.register_hook(pre_backward_hook(self._running))
+
+    def before_optimizer_step(self) -> None:
+        """Refuse an update inside a step that would miss gradients.
+
+        Raises:
+            ShardingError: The backward did not go through the strategy.
+        """
+        if self._running is not None and has_unreduced_gradients(self._running):
+            raise ShardingError(
+                "An optimizer steps although gradients were not averaged over the ranks. In training_step, "
+                "call self.manual_backward(loss) instead of loss.backward()."
+            )
+
+    def after_optimizer_step(self, model: Module) -> None:
+        """Forget gathered copies of the old values; inside a step gather the new ones."""
+        reshard_all(model)
+        if self._running is not None:
+            self._running.unshard()
+
+    @contextmanager
+    def _inside(self, root: FSDPModule) -> Iterator[None]:
+        self._running, self._had_backward = root, False
+        root.set_reshard_after_backward(False, recurse=False)
+        try:
+            yield
+        finally:
+            root.set_reshard_after_backward(True, recurse=False)
+            self._running = None
+
+
+def synchronize_requires_grad(model: Module) -> None:
+    """Carry `requires_grad` from the sharded parameters, which users and optimizers see, to the gathered ones.
+
+    FSDP2 copies it once, at the first all-gather. Freezing, unfreezing and `toggle_optimizer` come later.
+    """
+    for fsdp_param in fsdp_parameters(model):
+        gathered = gathered_parameter(fsdp_param)
+        if gathered is not None and gathered.requires_grad != fsdp_param.sharded_param.requires_grad:
+            gathered.requires_grad_(fsdp_param.sharded_param.requires_grad)
+
+
+@contextmanager
+def _forward_replaced(module: Module, forward: Callable[[], object]) -> Iterator[None]:
+    """Answer the next call of `module` by `forward`, later ones as before.
+
+    The attribute is put back whatever happens, also when a hook before `forward` raises.
+    """
+    own = module.__dict__.get("forward")
+
+    def put_back() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    def once() -> object:
+        put_back()
+        return forward()
+
+    module.__dict__["forward"] = once
+    try:
+        yield
+    finally:
+        put_back()

@@ -1,0 +1,149 @@
+"""Shard a model in place, once; ask and change the state of a sharded model.
+
+The order: choose the units, wrap them for activation checkpointing, then for each unit, children first and the
+model itself last: allocate what is on the meta device, make replicas equal, `fully_shard`. So no more than one
+unit exists in full at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
+
+from lightning_resilience._torch import is_gathered, map_tensors, put_back_shards, sharded_parameters
+from lightning_resilience.errors import ShardingError
+from lightning_resilience.sharding.initialize import initialize, unsharded_modules
+from lightning_resilience.sharding.mesh import DATA_PARALLEL, sharding_mesh
+from lightning_resilience.sharding.options import ShardingOptions
+from lightning_resilience.sharding.wrapping import select_modules, without_split_ties
+
+
+def shard_model(
+    model: Module,
+    options: ShardingOptions,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    mixed_precision: MixedPrecisionPolicy,
+) -> None:
+    """Shard `model` in place.
+
+    Args:
+        model: A model without any FSDP module. Its tensors may be on any device, the meta device included.
+        options: What to wrap and how.
+        mesh: The mesh of the job, from `build_mesh`.
+        device: Where to compute.
+        mixed_precision: Data types inside the units. The model itself does not cast the arguments of its
+            forward, so that targets keep their precision; the layers it manages cast theirs.
+
+    Raises:
+        ShardingError: A policy does not fit the model.
+    """
+    units = select_modules("auto_wrap_policy", options.auto_wrap_policy, model)
+    checkpointed = select_modules(
+        "activation_checkpointing_policy", options.activation_checkpointing_policy, model
+    )
+    for module in checkpointed:
+        checkpoint_activations(module)
+    shard = functools.partial(
+        fully_shard,
+        mesh=sharding_mesh(mesh),
+        reshard_after_forward=options.reshard_after_forward,
+        offload_policy=_offload_policy(options, device),
+    )
+    for unit in reversed(without_split_ties(units, model)):
+        initialize(unit, device, mesh, synchronize=options.sync_module_states)
+        shard(unit, mp_policy=mixed_precision)
+    initialize(model, device, mesh, synchronize=options.sync_module_states)
+    cast_inputs_of_layers(model, mixed_precision.param_dtype)
+    shard(model, mp_policy=_without_input_cast(mixed_precision))
+
+
+def is_sharded(model: Module) -> bool:
+    """Whether `fully_shard` was applied to `model` or anything in it, by us or by the user."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard_all(model: Module) -> None:
+    """Put every FSDP module of `model` back to sharded parameters and free the gathered ones. Local, no waiting."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and is_gathered(module):
+            put_back_shards(module)
+
+
+def check_gradients_reduced(model: Module, mesh: DeviceMesh) -> None:
+    """Refuse trainable parameters whose gradients nobody averages over the data-parallel ranks.
+
+    Raises:
+        ShardingError: Replicas of a parameter would drift apart silently.
+    """
+    if mesh[DATA_PARALLEL].size() == 1:
+        return
+    reduced = sharded_parameters(model)
+    left = [name for name, p in model.named_parameters() if p.requires_grad and p not in reduced]
+    if left:
+        names = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
+        raise ShardingError(
+            f"{type(model).__name__} calls fully_shard itself but leaves {len(left)} trainable parameters out: "
+            f"{names}. Their gradients would differ between ranks and so would the weights, silently. Apply "
+            f"fully_shard to the module that holds them too (last, to self), freeze them, or leave all the "
+            f"sharding to the strategy by not calling fully_shard."
+        )
+
+
+def checkpoint_activations(module: Module) -> None:
+    """Recompute the activations of `module` in backward instead of keeping them.
+
+    `forward` is replaced in place: names in the state dict, the class and isinstance checks stay as they are.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = recomputed
+
+
+def cast_inputs_of_layers(model: Module, dtype: torch.dtype | None) -> None:
+    """Let the layers that `model` itself manages cast their floating-point inputs to `dtype`."""
+    if dtype is None:
+        return
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(_: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    for module in unsharded_modules(model):
+        if module is not model and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _offload_policy(options: ShardingOptions, device: torch.device) -> OffloadPolicy:
+    """On a CPU the parameters are where offloading would bring them."""
+    return CPUOffloadPolicy() if options.cpu_offload and device.type != "cpu" else OffloadPolicy()
+
+
+def _without_input_cast(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        output_dtype=policy.output_dtype,
+        cast_forward_inputs=False,
+    )
