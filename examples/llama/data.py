@@ -101,9 +101,7 @@ class TokenWindows(Dataset[Tensor]):
         return self._tokens[start : start + self._seq_len + 1].long()
 
 
-def split_tokens(
-    tokens: Tensor, seq_len: int, validation_fraction: float
-) -> tuple[TokenWindows, TokenWindows]:
+def split_tokens(tokens: Tensor, seq_len: int, validation_fraction: float) -> tuple[TokenWindows, TokenWindows]:
     """Cut the row in two: training windows, and after them at least one validation window.
 
     Raises:

@@ -99,9 +99,7 @@ class Job:
         """Shared memory of ours that carries the number of one of the job's processes in its name."""
         files = Path("/dev/shm").glob("lightning-resilience-*")
         return [
-            path
-            for path in files
-            if self.pids & {int(part) for part in path.name.split("-") if part.isdigit()}
+            path for path in files if self.pids & {int(part) for part in path.name.split("-") if part.isdigit()}
         ]
 
     def last_words(self) -> str:

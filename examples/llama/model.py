@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,15 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
     ]
 
 
+def teach_reset_parameters(network: LlamaForCausalLM) -> None:
+    """Give every layer the method that strategies call once they have allocated it from the meta device.
+
+    Hugging Face has the initialisation of all layers in one function of the whole network instead.
+    """
+    for layer in network.modules():
+        object.__setattr__(layer, "reset_parameters", partial(network._init_weights, layer))
+
+
 class LlamaModule(LightningModule):
     """A causal language model that trains on windows of `seq_len + 1` token numbers.
 
@@ -62,6 +72,8 @@ class LlamaModule(LightningModule):
         schedule_steps: optimizer steps until the end of the cosine; default: `Trainer(max_steps=...)`.
         attention_dropout: probability, in place of the one of the size.
         gradient_checkpointing: compute activations again in the backward pass to save memory.
+        meta_init: build without memory and let a sharding strategy allocate and initialise it layer by layer,
+            for models that are too big for one process. Not with `pretrained`.
     """
 
     def __init__(
@@ -75,6 +87,7 @@ class LlamaModule(LightningModule):
         schedule_steps: int | None = None,
         attention_dropout: float | None = None,
         gradient_checkpointing: bool = False,
+        meta_init: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -87,6 +100,7 @@ class LlamaModule(LightningModule):
         self.schedule_steps = schedule_steps
         self.attention_dropout = attention_dropout
         self.gradient_checkpointing = gradient_checkpointing
+        self.meta_init = meta_init
         self.model: Any = None
         self.train_perplexity = Perplexity()
         self.val_perplexity = Perplexity()
@@ -100,7 +114,13 @@ class LlamaModule(LightningModule):
             self.model.gradient_checkpointing_enable()
 
     def _build(self) -> Any:
-        return LlamaForCausalLM(llama_config(self.size, self.attention_dropout))
+        config = llama_config(self.size, self.attention_dropout)
+        if not self.meta_init:
+            return LlamaForCausalLM(config)
+        with torch.device("meta"):
+            network = LlamaForCausalLM(config)
+        teach_reset_parameters(network)
+        return network
 
     def _load(self) -> Any:
         # Hugging Face refuses to load weights under the meta device.

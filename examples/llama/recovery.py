@@ -61,8 +61,7 @@ class Recovery:
         expected = list(range(self.resumed_from + 1, self.steps + 1))
         checks = {
             "the second run began at step 0: no checkpoint of the first was used": self.resumed_from == 0,
-            "the second run did not do each step from its checkpoint to the end": sorted(self.after)
-            != expected,
+            "the second run did not do each step from its checkpoint to the end": sorted(self.after) != expected,
             "no step was done twice, so nothing shows that the resume is exact": not self.redone,
             f"steps {self.different} have another loss than before the kill": bool(self.different),
             "no save was reported": not self.stalls_ms,

@@ -27,11 +27,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     model = parser.add_argument_group("model")
     model.add_argument("--size", choices=SIZES, default="tiny")
-    model.add_argument(
-        "--pretrained", help="folder with Hugging Face weights and tokenizer, in place of --size"
-    )
+    model.add_argument("--pretrained", help="folder with Hugging Face weights and tokenizer, in place of --size")
     model.add_argument("--learning-rate", type=float, default=1e-3)
     model.add_argument("--gradient-checkpointing", action="store_true")
+    model.add_argument("--meta-init", action="store_true", help="never hold the whole model in one process")
     data = parser.add_argument_group("data")
     data.add_argument("--data", help="text file or folder; without it the Python standard library")
     data.add_argument("--pattern", default="*.py", help="which files of the folder")
@@ -46,6 +45,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--steps", type=int, default=200)
     run.add_argument("--validate-every", type=int, default=100, help="steps between two validations")
     run.add_argument("--seed", type=int, default=1)
+    run.add_argument("--deterministic", action="store_true", help="the same bits in every run on GPUs too")
     run.add_argument("--checkpoint-dir", default="runs/llama")
     run.add_argument("--checkpoint-every", type=int, default=20, help="steps between two checkpoints")
     run.add_argument("--no-progress-bar", action="store_true")
@@ -59,6 +59,7 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=options.precision,
+        deterministic=options.deterministic,
         max_steps=options.steps,
         val_check_interval=options.validate_every,
         check_val_every_n_epoch=None,
@@ -84,6 +85,7 @@ def main() -> None:
         pretrained=options.pretrained,
         learning_rate=options.learning_rate,
         gradient_checkpointing=options.gradient_checkpointing,
+        meta_init=options.meta_init,
     )
     data = TextDataModule(
         data=options.data,

@@ -142,6 +142,24 @@ def test_tiny_learns_something_in_a_step() -> None:
     assert losses[1] < losses[0]
 
 
+def test_a_model_from_the_meta_device_starts_like_any_other() -> None:
+    module, usual = LlamaModule(meta_init=True), LlamaModule()
+    module.configure_model()
+    usual.configure_model()
+    assert all(parameter.is_meta for parameter in module.parameters())
+    module.model.to_empty(device="cpu")
+    for layer in module.model.modules():  # what a strategy does, layer by layer
+        layer.reset_parameters()
+    for (name, tensor), (_, expected) in zip(_tensors(module), _tensors(usual), strict=True):
+        assert tensor.shape == expected.shape, name
+        torch.testing.assert_close(tensor.float().std(), expected.float().std(), rtol=0.1, atol=1e-6, msg=name)
+        torch.testing.assert_close(tensor.float().mean(), expected.float().mean(), rtol=0, atol=5e-3, msg=name)
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
 def test_only_matrices_decay() -> None:
     module = LlamaModule()
     module.configure_model()
