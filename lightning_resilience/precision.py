@@ -1,0 +1,82 @@
+"""Precision plugins for sharded parameters.
+
+`Trainer(precision=...)` makes Lightning's own plugin; `sharded_precision` puts ours in its place. They differ from
+Lightning's in two points: gradients are clipped by their norm over all ranks and meshes, and "bf16-mixed" is done
+by FSDP2, which gathers bfloat16 parameters and reduces float32 gradients, not by autocast.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_resilience.errors import ConfigurationError
+from lightning_resilience.sharding.clipping import clip_by_norm, clip_by_value
+
+_FLOAT16 = (
+    "float16 needs a loss scale, and torch has no scaler that agrees on overflows over sharded gradients: "
+    "ranks would skip different steps and their weights would drift apart"
+)
+_WORKING = 'Use "32-true", "bf16-true" or "bf16-mixed".'
+
+
+class ShardedPrecision(Precision):
+    """Everything in float32: `precision="32-true"`."""
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The data types FSDP2 is to use."""
+        return MixedPrecisionPolicy()
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(self.main_params(optimizer), clip_val)
+
+
+class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):
+    """Parameters, gradients and optimizer state in bfloat16: `precision="bf16-true"`."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+
+class ShardedMixedPrecision(ShardedPrecision):
+    """Compute in bfloat16, keep and update float32 parameters: `precision="bf16-mixed"`."""
+
+    precision = "bf16-mixed"
+
+    @property
+    @override
+    def policy(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sharded_precision(plugin: Precision) -> ShardedPrecision:
+    """Our plugin for the precision that `plugin` stands for.
+
+    Raises:
+        ConfigurationError: The precision does not work with sharded parameters.
+    """
+    if isinstance(plugin, ShardedPrecision):
+        return plugin
+    precision = str(plugin.precision)
+    known = (Precision, HalfPrecision, MixedPrecision, FSDPPrecision)
+    if type(plugin) in known and precision in _PLUGINS:
+        return _PLUGINS[precision]()
+    reason = _FLOAT16 if precision in ("16-mixed", "16-true") else "it has not been tried with sharded parameters"
+    name = f"precision={precision!r}" if type(plugin) in known else f"The plugin {type(plugin).__qualname__}"
+    raise ConfigurationError(f"{name} does not work with ResilientFSDPStrategy: {reason}. {_WORKING}")
+
+
+_PLUGINS: dict[str, type[ShardedPrecision]] = {
+    "32-true": ShardedPrecision,
+    "bf16-true": ShardedHalfPrecision,
+    "bf16-mixed": ShardedMixedPrecision,
+}
