@@ -1,0 +1,346 @@
+"""The fit loop that goes on exactly where a checkpoint was written.
+
+Without a checkpoint it does what Lightning's own loop does, in the same order. With one:
+
+1. ``setup_data`` prepares the loaders but makes no iterators yet;
+2. the loaded counters are read as a :class:`~lightning_resilience.data.resume_point.ResumePoint` and tidied up;
+3. the training epoch begins: random state as at the start of that epoch, sampler epoch, iterators, skip;
+4. random state as at the save; then what the interrupted run still had to do; then the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_resilience._lightning import (
+    FitLoop,
+    RestartStage,
+    TrainingEpochLoop,
+    callback_metrics,
+    clear_restarting,
+    current,
+    set_sampler_epoch,
+    sized_len,
+    total,
+)
+from lightning_resilience.data.epoch_loop import ResumableEpochLoop, counts
+from lightning_resilience.data.fetcher import IdleLoader, LaggingFetcher, lagging_if_needed
+from lightning_resilience.data.position import ResumedLoader, begin_next_epoch, generators_of, is_stateful
+from lightning_resilience.data.rank_state import EpochStart, RankState, Restorable, restorable
+from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint, resume_point
+from lightning_resilience.data.rng import RngState, capture_rng, restore_rng
+from lightning_resilience.errors import ConfigurationError, LoadError
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A resume in progress: from the start of ``run`` until its first batch."""
+
+    point: ResumePoint
+    saved: Restorable
+
+    @property
+    def iterators_were_open(self) -> bool:
+        """Whether the iterators of the epoch to go on with existed when the checkpoint was written."""
+        start = self.saved.epoch_start
+        return self.point.mid_epoch or (start is not None and start["epoch"] == self.point.epoch)
+
+
+class ResumableFitLoop(FitLoop):
+    """Drop-in for Lightning's fit loop. Owned by the trainer, lives as long as it; main thread only."""
+
+    epoch_loop: ResumableEpochLoop
+
+    def __init__(self, trainer: Trainer, min_epochs: int | None = 0, max_epochs: int | None = None) -> None:
+        super().__init__(trainer, min_epochs, max_epochs)
+        self.resume: Resume | None = None
+        self._stashed: RankState | None = None
+        self._epoch_start: EpochStart | None = None
+        self._iterators_open = False
+        self._advancing = False
+
+    # --- checkpoint: out and in 
+
+    def capture_rank_state(self) -> RankState:
+        """See :func:`lightning_resilience.data.rank_state.capture_rank_state`."""
+        return {
+            "rank": self.trainer.global_rank,
+            "world_size": self.trainer.world_size,
+            "rng": self.epoch_loop.rng_before_validation() or self.capture_rng(),
+            "epoch_start": self._epoch_start,
+            "loaders": self._loader_states(),
+            "metrics": {name: value.cpu() for name, value in callback_metrics(self.trainer).items()},
+        }
+
+    def stash_rank_state(self, state: dict[str, Any] | None) -> None:
+        """See :func:`lightning_resilience.data.rank_state.stash_rank_state`."""
+        self._stashed = cast("RankState | None", state)
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Lightning's own state of the loop, with loader states that fit the batch trained last."""
+        state = super().on_save_checkpoint()
+        if "combined_loader" in state:
+            state["combined_loader"] = self._loader_states()
+        return state
+
+    def capture_rng(self) -> RngState:
+        """All random state of this rank, including the generators that the training loaders were given."""
+        return capture_rng(generators_of(self._loaders))
+
+    def restore_rng(self, state: RngState | None) -> None:
+        """Undo what was drawn since ``state``; None leaves everything as it is."""
+        if state is not None:
+            restore_rng(state, generators_of(self._loaders))
+
+    # --- running 
+
+    def run(self) -> None:
+        """Train until done, from the loaded position if there is one."""
+        self.setup_data()
+        if self._data_fetcher is not None:
+            if self._loaded_from_state_dict:
+                self._begin_resume()
+            elif not self._iterators_open:
+                self.open_epoch()
+        try:
+            super().run()
+        finally:
+            self.resume = self._stashed = None
+            self._advancing = False
+
+    def setup_data(self) -> None:
+        """Prepare the loaders; make their iterators only if no checkpoint will say where to start."""
+        before = self._data_fetcher
+        try:
+            super().setup_data()
+        finally:
+            self._show_loaders()
+        if self._data_fetcher is None or self._data_fetcher is before:
+            return
+        self._data_fetcher = lagging_if_needed(self._data_fetcher)
+        # ``ckpt_path``: ``Trainer.estimated_stepping_batches`` comes here before the checkpoint is restored.
+        if self._advancing or not (self._loaded_from_state_dict or self.trainer.ckpt_path):
+            self.open_epoch()
+        else:
+            self._close_iterators()
+
+    def reset(self) -> None:
+        """Start the run; in the middle of an epoch, do not start that epoch again."""
+        super().reset()
+        self._advancing = True
+        if self.resume is not None and self.resume.point.mid_epoch:
+            self._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+
+    def on_advance_start(self) -> None:
+        """Start an epoch; the first one after a resume with the random state of the save."""
+        if self.resume is not None and not self.resume.point.mid_epoch:
+            if self.resume.iterators_were_open:
+                self._reopen_epoch(self.resume)
+            else:
+                self._prepare_next_epoch(self.resume)
+            self.restore_rng(self.resume.saved.rng)
+        super().on_advance_start()
+
+    def teardown(self) -> None:
+        """Release the iterators and their workers."""
+        super().teardown()
+        self._iterators_open = False
+
+    # --- entering an epoch's data 
+
+    def note_epoch_start(self) -> None:
+        """Remember the random state from which the order of the coming epoch follows."""
+        epoch = current(self.epoch_progress).processed
+        self._epoch_start = {"epoch": epoch, "opened": self.capture_rng(), "first_fetch": None}
+
+    def note_first_fetch(self) -> None:
+        """The same, before each batch; only the first of an epoch counts."""
+        if self._epoch_start is not None and self._epoch_start["first_fetch"] is None:
+            self._epoch_start["first_fetch"] = self.capture_rng()
+
+    def open_epoch(self) -> None:
+        """Make the iterators of an epoch that starts at its first batch."""
+        self.note_epoch_start()
+        set_sampler_epoch(self._loaders, current(self.epoch_progress).processed)
+        self._iterate(self._loaders)
+
+    def enter_resumed_epoch(self, resume: Resume) -> None:
+        """Make the iterators of the first epoch after a resume, if ``on_advance_start`` has not."""
+        if not resume.point.mid_epoch:
+            if not resume.iterators_were_open:
+                self.open_epoch()
+            return
+        if resume.point.exhausted:
+            self._prepare_next_epoch(resume)
+            self._epoch_start = resume.saved.epoch_start
+        else:
+            self._reopen_epoch(resume)
+        self.restore_rng(resume.saved.rng)
+
+    def _reopen_epoch(self, resume: Resume) -> None:
+        """Repeat what made the iterators of a started epoch, then go to the position in it without training."""
+        point, start = resume.point, resume.saved.epoch_start
+        states = self._states_by_loader(resume) if point.batches else {}
+        loaders = [ResumedLoader(dl, point.batches, states.get(id(dl))) for dl in self._loaders]
+        if point.epoch > 0:
+            for loader in loaders:
+                loader.keep_workers_alive()
+        self.restore_rng(start["opened"] if start else None)
+        self.note_epoch_start()
+        set_sampler_epoch(self._loaders, point.epoch)
+        self._iterate(loaders)
+        self.restore_rng(start["first_fetch"] if start else None)
+        self._epoch_start = start or self._epoch_start
+        for loader in loaders:
+            loader.skip()
+
+    def _prepare_next_epoch(self, resume: Resume) -> None:
+        """Bring the loaders to where they are after an epoch, if there was one."""
+        if resume.point.epoch == 0 and not resume.point.exhausted:
+            return
+        states = self._states_by_loader(resume)
+        batches = current(self.epoch_loop.batch_progress).processed
+        for loader in self._loaders:
+            if id(loader) in states:
+                begin_next_epoch(loader, states[id(loader)], exhausted=self._is_exhausted(loader, batches))
+            else:
+                ResumedLoader(loader, 0).keep_workers_alive()
+
+    def _is_exhausted(self, loader: Any, batches: int) -> bool:
+        length = sized_len(loader)
+        return batches < self.max_batches if length is None else batches >= length
+
+    def _states_by_loader(self, resume: Resume) -> dict[int, Any]:
+        stateful = [loader for loader in self._loaders if is_stateful(loader)]
+        states = resume.saved.loaders
+        if states and len(states) != len(stateful):
+            raise LoadError(
+                f"The checkpoint holds the states of {len(states)} training data loaders, but {len(stateful)} of the"
+                " present ones can load a state. Use the loaders that the checkpoint was written with."
+            )
+        return {id(loader): state for loader, state in zip(stateful, states, strict=False)}
+
+    # --- resuming 
+
+    def _begin_resume(self) -> None:
+        saved = restorable(self._stashed, self.trainer.world_size, self._combined_loader_states_to_load)
+        self._combined_loader_states_to_load = []
+        loop, point = self.epoch_loop, self._resume_point()
+        self.resume = Resume(point, saved)
+        clear_restarting(self)
+        self._restore_metrics(saved)
+        if point.remaining is Remaining.EPOCH_END and saved.metrics is not None:
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        self._settle_epoch_progress(point)
+        loop.settle_progress(point)
+        self._close_iterators()
+
+    def _resume_point(self) -> ResumePoint:
+        batches = self.epoch_loop.batch_progress
+        return resume_point(
+            counts(current(self.epoch_progress)),
+            counts(current(batches)),
+            is_last_batch=batches.is_last_batch,
+            validated=self.epoch_loop.validation_is_over(),
+            max_batches=self.max_batches,
+        )
+
+    def _restore_metrics(self, saved: Restorable) -> None:
+        device = self.trainer.strategy.root_device
+        metrics = {name: value.to(device) for name, value in (saved.metrics or {}).items()}
+        callback_metrics(self.trainer).update(metrics)
+
+    def _settle_epoch_progress(self, point: ResumePoint) -> None:
+        """Make the epoch counters agree with ``point``: hooks that run again are not counted twice."""
+        begun = point.epoch + int(point.mid_epoch)
+        settled = Counts(ready=begun, started=begun, processed=point.epoch, completed=point.epoch)
+        in_all, now = total(self.epoch_progress), current(self.epoch_progress)
+        for name, value in asdict(settled).items():
+            setattr(in_all, name, getattr(in_all, name) + value - getattr(now, name))
+            setattr(now, name, value)
+
+    # --- loaders 
+
+    @property
+    def _loaders(self) -> list[Any]:
+        return [] if self._combined_loader is None else self._combined_loader.flattened
+
+    def _loader_states(self) -> list[Any]:
+        fetcher = self._data_fetcher
+        if isinstance(fetcher, LaggingFetcher) and fetcher.states is not None:
+            return fetcher.states
+        return [] if self._combined_loader is None else self._combined_loader._state_dicts()
+
+    def _load_combined_loader_states(self) -> None:
+        """Called by ``setup_data`` just before it makes iterators: hide the loaders from that."""
+        assert self._combined_loader is not None
+        self._combined_loader.flattened = [IdleLoader(loader) for loader in self._combined_loader.flattened]
+
+    def _show_loaders(self) -> None:
+        if any(isinstance(loader, IdleLoader) for loader in self._loaders):
+            assert self._combined_loader is not None
+            self._combined_loader.flattened = [idle.loader for idle in self._combined_loader.flattened]
+
+    def _close_iterators(self) -> None:
+        """Stop all loading; the lengths stay known."""
+        assert self._combined_loader is not None
+        self._combined_loader.reset()
+        self._iterate([IdleLoader(loader) for loader in self._loaders])
+        self._iterators_open = False
+
+    def _iterate(self, loaders: Sequence[Any]) -> None:
+        assert self._combined_loader is not None
+        assert self._data_fetcher is not None
+        with _standing_in(self._combined_loader, loaders):
+            iter(self._data_fetcher)
+        self._iterators_open = True
+
+
+@contextmanager
+def _standing_in(combined: CombinedLoader, loaders: Sequence[Any]) -> Iterator[None]:
+    """Let ``loaders`` take the place of those of ``combined`` while iterators are made."""
+    originals = combined.flattened
+    combined.flattened = list(loaders)
+    try:
+        yield
+    finally:
+        combined.flattened = originals
+
+
+def install(trainer: Trainer) -> None:
+    """Replace ``trainer.fit_loop`` by one that resumes exactly. Does nothing if that was done before.
+
+    Call it before the loop sets up its data; ``Strategy.setup_environment`` is such a place.
+
+    Raises:
+        ConfigurationError: the trainer's loop is neither Lightning's own nor ours.
+    """
+    old = trainer.fit_loop
+    if isinstance(old, ResumableFitLoop):
+        return
+    if type(old) is not FitLoop or type(old.epoch_loop) is not TrainingEpochLoop:
+        raise ConfigurationError(
+            f"The trainer has a fit loop of type {type(old).__name__} with an epoch loop of type"
+            f" {type(old.epoch_loop).__name__}. Exact resume needs Lightning's own loops; remove the custom ones."
+        )
+    loop = ResumableFitLoop(trainer, old.min_epochs, old.max_epochs)
+    epoch_loop = ResumableEpochLoop(trainer, old.min_steps, old.max_steps)
+    epoch_loop.__dict__.update(vars(old.epoch_loop))
+    loop.__dict__.update(vars(old))
+    loop.epoch_loop = epoch_loop
+    trainer.fit_loop = loop
+
+
+def installed_loop(trainer: Trainer) -> ResumableFitLoop:
+    """The loop that :func:`install` gave to ``trainer``."""
+    if not isinstance(trainer.fit_loop, ResumableFitLoop):
+        raise ConfigurationError(
+            "The trainer's fit loop cannot resume exactly; call lightning_resilience.data.install(trainer) first."
+        )
+    return trainer.fit_loop

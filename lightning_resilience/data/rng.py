@@ -1,0 +1,76 @@
+"""All random number generators of this process as one plain value, and back.
+
+Covered: Python ``random``, NumPy's global generator (if NumPy is imported), torch on CPU, torch on the current
+CUDA device (if CUDA is in use), and any ``torch.Generator`` that the caller names. The value holds only tensors,
+numbers, strings, lists, tuples and dicts, so ``torch.load(weights_only=True)`` reads it back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+RngState = dict[str, Any]
+
+
+def capture_rng(generators: Sequence[torch.Generator] = ()) -> RngState:
+    """The state of every random number generator of this process. Draws nothing from any of them.
+
+    Args:
+        generators: further generators to include, such as those that data loaders were given.
+    """
+    state: RngState = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "generators": [generator.get_state() for generator in generators],
+    }
+    if "numpy" in sys.modules:
+        state["numpy"] = _numpy_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: RngState, generators: Sequence[torch.Generator] = ()) -> None:
+    """Put every generator back to where :func:`capture_rng` found it.
+
+    Args:
+        state: a value from :func:`capture_rng`, in this process or another one.
+        generators: the counterparts of those given to :func:`capture_rng`, in the same order.
+    """
+    random.setstate(_python_state(state["python"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state:
+        _set_numpy_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    for generator, saved in zip(generators, state["generators"], strict=False):
+        generator.set_state(saved.cpu())
+
+
+def _python_state(state: Sequence[Any]) -> tuple[Any, ...]:
+    version, words, gauss = state
+    return version, tuple(words), gauss  # ``random`` insists on tuples; a loader may have made lists
+
+
+def _numpy_state() -> dict[str, Any]:
+    import numpy as np
+
+    saved: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    inner = saved["state"]
+    if isinstance(inner.get("key"), np.ndarray):  # the Mersenne twister; other generators hold plain integers
+        saved["state"] = {**inner, "key": torch.from_numpy(inner["key"].astype(np.int64))}
+    return saved
+
+
+def _set_numpy_state(saved: dict[str, Any]) -> None:
+    import numpy as np
+
+    inner = saved["state"]
+    if isinstance(inner.get("key"), torch.Tensor):
+        saved = {**saved, "state": {**inner, "key": inner["key"].cpu().numpy().astype(np.uint32)}}
+    np.random.set_state(saved)
