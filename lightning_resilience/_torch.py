@@ -5,7 +5,9 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree
@@ -117,13 +118,31 @@ def has_unreduced_gradients(module: FSDPModule) -> bool:
     )
 
 
-def continue_forward(module: FSDPModule) -> None:
-    """Say that the forward of `module` is still running, after a nested call of it has said it is over.
+@contextmanager
+def forward_hooks_suspended(module: FSDPModule) -> Iterator[None]:
+    """Let calls of `module` run its plain forward: FSDP2's own hooks are off, all others stay.
 
-    The post-forward hook then goes by `reshard_after_forward` instead of freeing the gathered parameters at once.
+    `FSDPState` keeps the handles of its two hooks; a handle knows its key in the module's dictionaries of hooks.
     """
-    for group in parameter_groups(module):
-        group._training_state = TrainingState.FORWARD
+    tables = _hook_tables(module)
+    taken = [(table, key, first, table.pop(key)) for table, key, first in tables if key in table]
+    try:
+        yield
+    finally:
+        for table, key, first, hook in taken:
+            table[key] = hook
+            if first:  # FSDP2 gathers parameters before any other hook runs
+                table.move_to_end(key, last=False)
+
+
+def _hook_tables(module: Any) -> list[tuple[OrderedDict[int, Any], int, bool]]:
+    state = module._get_fsdp_state()
+    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+    return [
+        (module._forward_pre_hooks, before, True),
+        (module._forward_pre_hooks_with_kwargs, before, True),
+        (module._forward_hooks, after, False),
+    ]
 
 
 def pre_backward_hook(module: FSDPModule) -> Callable[[Tensor], Tensor]:

@@ -9,12 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -28,12 +30,13 @@ from lightning_resilience.sharding.mesh import build_mesh, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
 from lightning_resilience.sharding.root_forward import RootForward
 from lightning_resilience.sharding.shard import check_gradients_reduced, is_sharded, reshard_all, shard_model
+from lightning_resilience.strategy_checkpoints import CheckpointingStrategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class ResilientFSDPStrategy(ModelParallelStrategy):
+class ResilientFSDPStrategy(CheckpointingStrategy):
     """Train with parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
     A LightningModule needs no change. One that calls `fully_shard` or tensor-parallel functions itself, in
@@ -73,7 +76,7 @@ class ResilientFSDPStrategy(ModelParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | float | None = _lightning.DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = default_pg_timeout,
         cpu_offload: bool = False,
         auto_wrap_policy: set[type[Module]] | list[str] | Callable[..., bool] | Literal["auto"] | None = "auto",
         activation_checkpointing_policy: (
@@ -105,13 +108,16 @@ class ResilientFSDPStrategy(ModelParallelStrategy):
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
         self._steps = RootForward()
+        self._mesh_group: dist.ProcessGroup | None = None
 
     # --- set-up --------------------------------------------------------------------------------------------
 
     @property
     @override
     def precision_plugin(self) -> ShardedPrecision:
-        return self._precision_plugin or ShardedPrecision()
+        plugin = self._precision_plugin
+        assert plugin is None or isinstance(plugin, ShardedPrecision)
+        return plugin or ShardedPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -121,8 +127,9 @@ class ResilientFSDPStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         plan = plan_mesh(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
         self._setup_distributed()
-        if self._device_mesh is None:
+        if self._device_mesh is None or self._mesh_group is not dist.group.WORLD:
             self._device_mesh = build_mesh(plan, self.root_device.type)
+            self._mesh_group = dist.group.WORLD
         assert self.lightning_module is not None
         _lightning.publish_mesh(self.lightning_module, self._device_mesh)
 
@@ -141,23 +148,64 @@ class ResilientFSDPStrategy(ModelParallelStrategy):
             check_gradients_reduced(self.lightning_module, self.device_mesh)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not self._offloads:
             _lightning.move_optimizers(self.optimizers, self.root_device)
 
     def _shard(self, module: LightningModule) -> None:
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
             raise ShardingError(
-                f"{type(module).__name__} holds modules wrapped by torch.distributed.fsdp.FullyShardedDataParallel "
-                f"(FSDP1). Remove the wrapping, or call torch.distributed.fsdp.fully_shard instead."
+                f"{type(module).__name__} holds modules wrapped by FullyShardedDataParallel, which is FSDP1. "
+                f"Remove the wrapping, or call torch.distributed.fsdp.fully_shard instead."
             )
-        if not is_sharded(module):
-            shard_model(
-                module,
-                self.options,
-                mesh=self.device_mesh,
-                device=self.root_device,
-                mixed_precision=self.precision_plugin.policy,
+        if is_sharded(module):
+            self._adopt(module)
+            return
+        shard_model(
+            module,
+            self.options,
+            mesh=self.device_mesh,
+            device=self.root_device,
+            mixed_precision=self.precision_plugin.policy,
+        )
+        module._sharded_with = (self.options, self.precision_plugin.precision)
+
+    def _adopt(self, module: LightningModule) -> None:
+        """Take over a model sharded in `configure_model`, or by an earlier run of it."""
+        _lightning.materialize(module, self.root_device)
+        if self.options.sync_module_states:
+            synchronize_replicas(module, self.device_mesh)
+        ours = (self.options, self.precision_plugin.precision)
+        earlier = getattr(module, "_sharded_with", None)
+        if earlier is None and self.options.chooses_modules:
+            rank_zero_warn(
+                f"{type(module).__name__} calls fully_shard itself, so the auto_wrap_policy and "
+                f"activation_checkpointing_policy of the strategy are not used."
             )
+        elif earlier is not None and earlier != ours:
+            rank_zero_warn(
+                f"{type(module).__name__} was sharded in an earlier run with {earlier} and stays so, although now "
+                f"{ours} is asked for. Create the model anew to change it."
+            )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        if self._offloads:
+            move_all_but_parameters(self.lightning_module, self.root_device)
+            _lightning.publish_device(self.lightning_module, self.root_device)
+        else:
+            self.lightning_module.to(self.root_device)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.options.cpu_offload and self.root_device.type != "cpu"
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        """Offloaded gradients are clipped on the CPU, which NCCL cannot do."""
+        if self._process_group_backend is None and self._offloads:
+            return f"cpu:gloo,{self.root_device.type}:{super()._get_process_group_backend()}"
+        return super()._get_process_group_backend()
 
     # --- steps ---------------------------------------------------------------------------------------------
 

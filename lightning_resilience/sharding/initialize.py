@@ -39,6 +39,17 @@ def synchronize_replicas(model: Module, mesh: DeviceMesh) -> None:
     _synchronize(_tensors(model.modules()), mesh, sharded=sharded_parameters(model))
 
 
+def move_all_but_parameters(model: Module, device: torch.device) -> None:
+    """Bring buffers, and modules that keep tensors in other ways, such as metrics, to `device`."""
+    for buffer in model.buffers(recurse=False):
+        buffer.data = buffer.data.to(device)
+    for child in model.children():
+        if next(child.parameters(), None) is None:
+            child.to(device)
+        else:
+            move_all_but_parameters(child, device)
+
+
 def materialize(module: Module, device: torch.device) -> bool:
     """Allocate tensors on the meta device and call `reset_parameters` of the modules that own them.
 

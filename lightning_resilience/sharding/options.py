@@ -51,6 +51,11 @@ class ShardingOptions:
             _check_size("device_mesh", size)
 
     @property
+    def chooses_modules(self) -> bool:
+        """Whether a policy other than the defaults was given."""
+        return self.auto_wrap_policy not in ("auto", None) or self.activation_checkpointing_policy is not None
+
+    @property
     def reshard_after_forward(self) -> bool | None:
         """None lets FSDP2 keep the root gathered from forward to backward, where it is needed first."""
         return False if self.sharding_strategy == "SHARD_GRAD_OP" else None

@@ -5,25 +5,24 @@ A training step is a method of its own, so it is run in the place of `forward`. 
 
 * With manual optimization, backward and optimizer steps happen *inside* the step. FSDP2 then learns of the
   backward from us, the root stays gathered until the step ends, and is gathered anew after each update.
-* A step usually calls `self(batch)`. The hooks of that inner call say the forward is over while it is not.
+* A step usually calls `self(batch)`. FSDP2's hooks are off for it, or they would end the outer forward early.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from lightning_resilience._torch import (
-    continue_forward,
+    forward_hooks_suspended,
     fsdp_parameters,
     gathered_parameter,
     has_unreduced_gradients,
-    is_gathered,
     pre_backward_hook,
 )
 from lightning_resilience.errors import ShardingError
@@ -37,20 +36,18 @@ class RootForward:
 
     def __init__(self) -> None:
         self._running: FSDPModule | None = None
-        self._had_backward = False
 
-    def run(self, root: FSDPModule, step: Callable[[], _T]) -> _T:
+    def run(self, root: Module, step: Callable[[], _T]) -> _T:
         """Run `step` with the parameters of `root` gathered.
 
         The arguments of the step do not pass through FSDP2, which would copy, move and cast them.
         """
+        assert isinstance(root, FSDPModule)
         synchronize_requires_grad(root)
 
         def forward() -> _T:
-            result = step()
-            if not self._had_backward and is_gathered(root):
-                continue_forward(root)
-            return result
+            with forward_hooks_suspended(root):
+                return step()
 
         with self._inside(root), _forward_replaced(root, forward):
             result: _T = root()
@@ -60,10 +57,9 @@ class RootForward:
         """Tell FSDP2 of a backward inside a step: only outputs of a finished forward would tell it."""
         if self._running is None:
             return
-        self._had_backward = True
-        synchronize_requires_grad(self._running)
+        synchronize_requires_grad(cast(Module, self._running))
         if loss.requires_grad:
-            loss.register_hook(pre_backward_hook(self._running))
+            loss.register_hook(pre_backward_hook(self._running))  # type: ignore[no-untyped-call]  # torch
 
     def before_optimizer_step(self) -> None:
         """Refuse an update inside a step that would miss gradients.
@@ -84,8 +80,9 @@ class RootForward:
             self._running.unshard()
 
     @contextmanager
-    def _inside(self, root: FSDPModule) -> Iterator[None]:
-        self._running, self._had_backward = root, False
+    def _inside(self, root: Module) -> Iterator[None]:
+        assert isinstance(root, FSDPModule)
+        self._running = root
         root.set_reshard_after_backward(False, recurse=False)
         try:
             yield

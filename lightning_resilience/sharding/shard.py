@@ -52,9 +52,7 @@ def shard_model(
         ShardingError: A policy does not fit the model.
     """
     units = select_modules("auto_wrap_policy", options.auto_wrap_policy, model)
-    checkpointed = select_modules(
-        "activation_checkpointing_policy", options.activation_checkpointing_policy, model
-    )
+    checkpointed = select_modules("activation_checkpointing_policy", options.activation_checkpointing_policy, model)
     for module in checkpointed:
         checkpoint_activations(module)
     shard = functools.partial(
@@ -77,7 +75,7 @@ def is_sharded(model: Module) -> bool:
 
 
 def reshard_all(model: Module) -> None:
-    """Put every FSDP module of `model` back to sharded parameters and free the gathered ones. Local, no waiting."""
+    """Put every FSDP module of `model` back to sharded parameters and free the gathered ones. Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and is_gathered(module):
             put_back_shards(module)
