@@ -71,7 +71,6 @@ class LlamaModule(LightningModule):
         warmup_steps: optimizer steps until the peak.
         schedule_steps: optimizer steps until the end of the cosine; default: `Trainer(max_steps=...)`.
         attention_dropout: probability, in place of the one of the size.
-        gradient_checkpointing: compute activations again in the backward pass to save memory.
         meta_init: build without memory and let a sharding strategy allocate and initialise it layer by layer,
             for models that are too big for one process. Not with `pretrained`.
     """
@@ -86,7 +85,6 @@ class LlamaModule(LightningModule):
         warmup_steps: int = 20,
         schedule_steps: int | None = None,
         attention_dropout: float | None = None,
-        gradient_checkpointing: bool = False,
         meta_init: bool = False,
     ) -> None:
         super().__init__()
@@ -99,7 +97,6 @@ class LlamaModule(LightningModule):
         self.warmup_steps = warmup_steps
         self.schedule_steps = schedule_steps
         self.attention_dropout = attention_dropout
-        self.gradient_checkpointing = gradient_checkpointing
         self.meta_init = meta_init
         self.model: Any = None
         self.train_perplexity = Perplexity()
@@ -107,11 +104,8 @@ class LlamaModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the network on the device the strategy asks for; called again, keep what is there."""
-        if self.model is not None:
-            return
-        self.model = self._load() if self.pretrained else self._build()
-        if self.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+        if self.model is None:
+            self.model = self._load() if self.pretrained else self._build()
 
     def _build(self) -> Any:
         config = llama_config(self.size, self.attention_dropout)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
 from examples.llama.data import TextDataModule
 from examples.llama.model import LlamaModule
 from examples.llama.sizes import SIZES
 from examples.llama.step_log import StepLog
+from lightning_resilience import ResilientFSDPStrategy
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -29,7 +29,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--size", choices=SIZES, default="tiny")
     model.add_argument("--pretrained", help="folder with Hugging Face weights and tokenizer, in place of --size")
     model.add_argument("--learning-rate", type=float, default=1e-3)
-    model.add_argument("--gradient-checkpointing", action="store_true")
     model.add_argument("--meta-init", action="store_true", help="never hold the whole model in one process")
     data = parser.add_argument_group("data")
     data.add_argument("--data", help="text file or folder; without it the Python standard library")
@@ -42,6 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--devices", default="auto")
     run.add_argument("--num-nodes", type=int, default=1)
     run.add_argument("--precision", default="32-true")
+    run.add_argument("--activation-checkpointing", action="store_true", help="trade time for memory")
     run.add_argument("--steps", type=int, default=200)
     run.add_argument("--validate-every", type=int, default=100, help="steps between two validations")
     run.add_argument("--seed", type=int, default=1)
@@ -68,7 +68,9 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         log_every_n_steps=1,
         logger=False,
         enable_progress_bar=not options.no_progress_bar,
-        strategy=DDPStrategy(),
+        strategy=ResilientFSDPStrategy(  # (1)
+            activation_checkpointing_policy="auto" if options.activation_checkpointing else None
+        ),
         callbacks=[
             ModelCheckpoint(dirpath=folder, every_n_train_steps=options.checkpoint_every, save_top_k=-1),
             StepLog(str(folder / "steps.jsonl")),
@@ -84,7 +86,6 @@ def main() -> None:
         size=options.size,
         pretrained=options.pretrained,
         learning_rate=options.learning_rate,
-        gradient_checkpointing=options.gradient_checkpointing,
         meta_init=options.meta_init,
     )
     data = TextDataModule(
