@@ -28,9 +28,7 @@ def markdown_files(root: Path) -> list[Path]:
 
 def problems(root: Path = ROOT) -> list[str]:
     """Everything wrong in any of the files; empty when all is well."""
-    return [
-        f"{path.relative_to(root)}: {text}" for path in markdown_files(root) for text in file_problems(path)
-    ]
+    return [f"{path.relative_to(root)}: {text}" for path in markdown_files(root) for text in file_problems(path)]
 
 
 def file_problems(path: Path) -> Iterator[str]:
