@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_resilience.checkpoint.restore import newest_checkpoint
+    from lightning_resilience.checkpoint.candidates import newest_checkpoint
     from lightning_resilience.checkpoint_io import AsyncCheckpointIO
     from lightning_resilience.strategy import ResilientFSDPStrategy
 
 _HOMES = {
     "AsyncCheckpointIO": "lightning_resilience.checkpoint_io",
     "ResilientFSDPStrategy": "lightning_resilience.strategy",
-    "newest_checkpoint": "lightning_resilience.checkpoint.restore",
+    "newest_checkpoint": "lightning_resilience.checkpoint.candidates",
 }
 
 __all__ = ["AsyncCheckpointIO", "ResilientFSDPStrategy", "newest_checkpoint"]
@@ -25,7 +25,10 @@ __all__ = ["AsyncCheckpointIO", "ResilientFSDPStrategy", "newest_checkpoint"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    if isinstance(found, type):  # whoever has one of our Trainer parts may also say strategy="resilient_fsdp"
+        importlib.import_module(_HOMES["ResilientFSDPStrategy"])
+    return found
 
 
 def __dir__() -> list[str]:

@@ -6,30 +6,28 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _BatchProgress, _Progress
+from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
-    "BatchProgress",
     "DataFetcher",
     "FitLoop",
     "PrefetchDataFetcher",
+    "ProcessedTracker",
     "Progress",
     "RestartStage",
     "TrainingEpochLoop",
@@ -45,7 +43,17 @@ TrainingEpochLoop = _TrainingEpochLoop
 DataFetcher = _DataFetcher
 PrefetchDataFetcher = _PrefetchDataFetcher
 Progress = _Progress
-BatchProgress = _BatchProgress
+ProcessedTracker = _ProcessedTracker
+
+
+def current(progress: Progress) -> ProcessedTracker:
+    """The counts of batches or epochs of the current run; Lightning declares a base class that lacks two of them."""
+    return cast(ProcessedTracker, progress.current)
+
+
+def total(progress: Progress) -> ProcessedTracker:
+    """The counts of batches or epochs over all runs."""
+    return cast(ProcessedTracker, progress.total)
 
 
 def clear_restarting(loop: _Loop) -> None:
@@ -68,9 +76,6 @@ def callback_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 # --- strategy ----------------------------------------------------------------------------------------------
-
-DEFAULT_TIMEOUT: timedelta = default_pg_timeout
-"""How long Lightning lets a collective operation run."""
 
 
 def materialize(module: Module, device: torch.device) -> None:
@@ -101,3 +106,19 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside a `LightningOptimizer`, as Lightning's own strategies get it."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def set_resumed_path(trainer: Trainer, path: str) -> None:
+    """Tell Lightning which checkpoint was loaded in the end, so that it is logged and never deleted as the old one.
+
+    The public setter of `trainer.ckpt_path` also makes the next `fit` load it.
+    """
+    trainer._checkpoint_connector._ckpt_path = path

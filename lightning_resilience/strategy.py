@@ -14,7 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,10 +26,17 @@ from lightning_resilience import _lightning
 from lightning_resilience.errors import ConfigurationError, ShardingError
 from lightning_resilience.precision import ShardedPrecision, sharded_precision
 from lightning_resilience.registry import register
+from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
 from lightning_resilience.sharding.mesh import build_mesh, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
 from lightning_resilience.sharding.root_forward import RootForward
-from lightning_resilience.sharding.shard import check_gradients_reduced, is_sharded, reshard_all, shard_model
+from lightning_resilience.sharding.shard import (
+    check_gradients_reduced,
+    is_sharded,
+    reshard_all,
+    shard_model,
+    sharded_with,
+)
 from lightning_resilience.strategy_checkpoints import CheckpointingStrategy
 
 if TYPE_CHECKING:
@@ -167,24 +174,22 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
             device=self.root_device,
             mixed_precision=self.precision_plugin.policy,
         )
-        module._sharded_with = (self.options, self.precision_plugin.precision)
 
     def _adopt(self, module: LightningModule) -> None:
         """Take over a model sharded in `configure_model`, or by an earlier run of it."""
         _lightning.materialize(module, self.root_device)
         if self.options.sync_module_states:
             synchronize_replicas(module, self.device_mesh)
-        ours = (self.options, self.precision_plugin.precision)
-        earlier = getattr(module, "_sharded_with", None)
+        earlier, now = sharded_with(module), (self.options, self.precision_plugin.policy)
         if earlier is None and self.options.chooses_modules:
             rank_zero_warn(
                 f"{type(module).__name__} calls fully_shard itself, so the auto_wrap_policy and "
                 f"activation_checkpointing_policy of the strategy are not used."
             )
-        elif earlier is not None and earlier != ours:
+        elif earlier is not None and earlier != now:
             rank_zero_warn(
                 f"{type(module).__name__} was sharded in an earlier run with {earlier} and stays so, although now "
-                f"{ours} is asked for. Create the model anew to change it."
+                f"{now} is asked for. Create the model anew to change it."
             )
 
     @override

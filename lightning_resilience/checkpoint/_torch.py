@@ -5,12 +5,17 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 
 from __future__ import annotations
 
+import collections
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.tensor import DTensor
+from torch.serialization import _get_layout
 
 # --- checkpoint format -------------------------------------------------------------------------------------
 
@@ -60,3 +65,23 @@ def foreach_copy(
     """
     if destinations:
         torch._foreach_copy_(list(destinations), list(sources), non_blocking=non_blocking)
+
+
+METADATA_CLASSES: dict[tuple[str, str], Any] = {
+    (cls.__module__, cls.__name__): cls
+    for cls in (
+        _StorageInfo,
+        _MEM_FORMAT_ENCODING,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        torch.Size,
+        collections.OrderedDict,
+        pathlib.PosixPath,
+    )
+} | {("torch.serialization", "_get_layout"): _get_layout, ("pathlib._local", "PosixPath"): pathlib.PosixPath}
+"""All that a ``.metadata`` file may refer to; enums and layouts are pickled by private names (torch 2.4 on)."""

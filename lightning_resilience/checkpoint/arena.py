@@ -70,11 +70,16 @@ class Arena:
         if self._failure is not None:
             raise _no_room(os.path.dirname(self.path), self.size, str(self._failure)) from self._failure
 
-    def close(self) -> None:
-        """Give the memory back. Views of it that are still held keep it alive until they are dropped."""
+    def close(self, keep_file: bool = False) -> None:
+        """Give the memory back. Views of it that are still held keep it alive until they are dropped.
+
+        Args:
+            keep_file: Leave the file to the writer, which has not finished with it and deletes it then.
+        """
         self._closing = True
         self._warming.join()
-        Path(self.path).unlink(missing_ok=True)
+        if not keep_file:
+            Path(self.path).unlink(missing_ok=True)
         os.close(self._fd)
 
     def _warm(self) -> None:

@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 _SLACK = 4 << 20  # for what grows: meta files, values that are not tensors
-_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -192,18 +191,23 @@ class CheckpointEngine:
         """Wait until all saves (or those to ``path``) are durable or failed; False when time ran out."""
         return self._writer.wait_idle(timeout_s, path)
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         """Finish what is pending and give everything back.
+
+        Args:
+            patience_s: How long to wait; by default as long as a save may take. What is not finished then is left
+                to the writer, which goes on without us.
 
         Raises:
             SaveError: The last save failed, or what is pending did not become durable in time.
         """
-        finished = self._writer.close(self._options.deadline_s)
-        self._drop_arena()
+        patience_s = self._options.deadline_s if patience_s is None else patience_s
+        finished = self._writer.close(patience_s)
+        self._drop_arena(keep_file=not finished)
         if not finished:
             raise SaveError(
-                f"a checkpoint was still not durable after {self._options.deadline_s:.0f} s; the newest committed"
-                " one is older. Look at the storage's speed, or raise AsyncCheckpointIO(timeout=...)."
+                f"a checkpoint was still not durable after {patience_s:.0f} s; its writer process goes on. Look at the"
+                " storage's speed, or raise AsyncCheckpointIO(timeout=...)."
             )
         if (history := self.history) and history[-1].error:
             raise SaveError(f"the last checkpoint, {history[-1].path}, was not saved: {history[-1].error}")
@@ -219,7 +223,15 @@ class CheckpointEngine:
     def _make_plan(self, leaves: Sequence[Leaf]) -> _Plan:
         shard = plan_shard(leaves, self._exchange.rank)
         layouts = [ShardLayout.decode(data) for data in self._exchange.all_gather(shard.encode())]
-        return _Plan(shard, GlobalLayout(layouts) if self._exchange.rank == 0 else None)
+        whole, fault = None, ""
+        if self._exchange.rank == 0:
+            try:
+                whole = GlobalLayout(layouts)
+            except SaveError as error:
+                fault = str(error)
+        if fault := self._exchange.all_gather(fault.encode())[0].decode():  # all ranks raise, or none
+            raise SaveError(fault)
+        return _Plan(shard, whole)
 
     def _metadata_file(self, plan: _Plan, others: Sequence[Leaf], values: Sequence[bytes]) -> dict[str, bytes]:
         if plan.whole is None:
@@ -259,10 +271,10 @@ class CheckpointEngine:
         self._arena = arena
         self._writer.attach(arena.path)
 
-    def _drop_arena(self) -> None:
+    def _drop_arena(self, keep_file: bool = False) -> None:
         self._slots = []
         if self._arena is not None:
-            self._arena.close()
+            self._arena.close(keep_file)
         self._arena = None
 
     def _submit(

@@ -93,12 +93,16 @@ class ShardLayout:
     @staticmethod
     def decode(data: bytes) -> ShardLayout:
         """The opposite of :meth:`encode`."""
-        fields = json.loads(data)
+        fields: dict[str, Any] = json.loads(data)
         chunks = tuple(
-            Chunk(**{key: tuple(value) if isinstance(value, list) else value for key, value in chunk.items()})
-            for chunk in fields.pop("chunks")
+            Chunk(**{key: _tupled(value) for key, value in chunk.items()}) for chunk in fields.pop("chunks")
         )
         return ShardLayout(chunks=chunks, **fields)
+
+
+def _tupled(value: Any) -> Any:
+    """JSON knows no tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
@@ -152,7 +156,7 @@ def plan_shard(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
         if math.prod(chunk.shape) > 0 or leaf.value.numel() == 0:
             chunks.append(chunk)
             end = chunk.start + chunk.length
-    plain = "\n".join(leaf.name for leaf in leaves if not isinstance(leaf.value, DTensor))
+    plain = "\n".join(sorted(leaf.name for leaf in leaves if not isinstance(leaf.value, DTensor)))
     return ShardLayout(rank, tuple(chunks), _aligned(end), zlib.crc32(plain.encode()))
 
 

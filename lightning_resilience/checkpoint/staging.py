@@ -40,7 +40,7 @@ class Slot:
     destinations: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.bytes = memoryview(self.memory.numpy())
+        self.bytes: memoryview = self.memory.numpy().data
 
     def prepare(self, layout: ShardLayout) -> None:
         """Put the layout's envelopes in place unless they are there."""
@@ -109,7 +109,7 @@ def page_aligned(position: int) -> int:
 
 def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its destination and wait until the bytes are there."""
-    on_gpu = torch.cuda.is_initialized()
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = {source.device for source in sources if source.is_cuda} if on_gpu else set()
     foreach_copy(destinations, sources, non_blocking=bool(devices))
     for device in devices:

@@ -111,22 +111,20 @@ class WriterClient:
         return self._wait(lambda: not self._unfinished(path), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Let the writer finish, then end it; False if it had to be killed with work left.
+        """Let the writer finish and leave; False if it was left with work, which it goes on with alone.
 
         Args:
-            timeout_s: How long it may take, in seconds.
+            timeout_s: How long to wait for it, in seconds.
         """
         finished = self.wait_idle(timeout_s)
         with self._state.changed:
             self._state.closing = True
             self._send(Stop())
-        if not finished:
-            self._process.kill()
-        try:
-            self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._connection.shutdown(socket.SHUT_WR)
+        if finished:
             self._process.wait()
+        else:
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._listener.join()
         self._connection.close()
         return finished
@@ -235,5 +233,3 @@ def _start_process(fd: int) -> subprocess.Popen[bytes]:
         env=environment,
         start_new_session=True,
     )
-
-

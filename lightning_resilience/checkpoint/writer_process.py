@@ -68,10 +68,11 @@ class Link:
         if self.closed:
             time.sleep(timeout_s or 0.0)
             return []
-        ready = select.select([self._connection, self._rank], [], [], timeout_s)[0]
+        sources = [self._connection.fileno(), self._rank]
+        ready = select.select(sources, [], [], timeout_s)[0]
         if not ready:
             return []
-        if self._connection not in ready:
+        if self._connection.fileno() not in ready:
             self.closed = True
             return []
         data = self._connection.recv(1 << 16)

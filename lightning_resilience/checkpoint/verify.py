@@ -1,0 +1,100 @@
+"""Choosing a checkpoint whose every byte is what was written; the ranks share the reading.
+
+A damaged one is named and the one before it is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from lightning_resilience.checkpoint import storage
+from lightning_resilience.checkpoint.candidates import Candidate, examine, none_valid, with_predecessors
+from lightning_resilience.checkpoint.exchange import Exchange
+from lightning_resilience.checkpoint.manifest import Manifest, Seal
+from lightning_resilience.errors import DamagedCheckpointError, LoadError
+
+log = logging.getLogger(__name__)
+
+
+def choose(path: str, exchange: Exchange, *, fall_back: bool) -> Path:
+    """The checkpoint to load instead of ``path``: itself, or the newest valid one before it.
+
+    Called on all ranks; all get the same answer, or the same error.
+
+    Args:
+        path: A checkpoint, or a directory of them; rank 0's counts.
+        exchange: How the ranks agree.
+        fall_back: Whether an earlier checkpoint may take the place of a damaged one.
+
+    Raises:
+        DamagedCheckpointError: It is damaged and nothing else may be used.
+        NoValidCheckpointError: None of them is valid.
+        LoadError: There is none.
+    """
+    candidates = _agreed_candidates(path, exchange)
+    faults: list[str] = []
+    for candidate in candidates if fall_back else candidates[:1]:
+        fault = candidate.fault or _shared_check(candidate, exchange)
+        if not fault:
+            _say_choice(candidate.path, faults, exchange)
+            return candidate.path
+        faults.append(fault)
+    if not fall_back:
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {faults[0]}")
+    raise none_valid(Path(path) if len(candidates) == 1 else Path(path).parent, faults)
+
+
+def _agreed_candidates(path: str, exchange: Exchange) -> list[Candidate]:
+    """Rank 0 looks, the others look at the same places: a listing may differ while somebody else commits."""
+    names: list[str] = []
+    error = ""
+    if exchange.rank == 0:
+        try:
+            names = [str(candidate.path) for candidate in with_predecessors(Path(path))]
+        except LoadError as caught:
+            error = str(caught)
+    answer = json.loads(exchange.all_gather(json.dumps({"names": names, "error": error}).encode())[0])
+    if answer["error"]:
+        raise LoadError(answer["error"])
+    return [examine(Path(name)) for name in answer["names"]]
+
+
+def _shared_check(candidate: Candidate, exchange: Exchange) -> str:
+    """Every rank checks its share of the files; the first fault of any, or an empty string."""
+    fault = ""
+    try:
+        check_share(candidate, exchange.rank, exchange.world_size)
+    except (DamagedCheckpointError, OSError) as error:
+        fault = str(error)
+    return next((found.decode() for found in exchange.all_gather(fault.encode()) if found), "")
+
+
+def check_share(candidate: Candidate, rank: int, world_size: int) -> None:
+    """Compare this rank's share of the files with the proof.
+
+    Raises:
+        DamagedCheckpointError: A file is not what was written; the message names it.
+    """
+    if isinstance(candidate.proof, Seal):
+        if rank == 0:
+            _compare(candidate.path, candidate.proof.digested, candidate.proof.xxh3)
+    elif isinstance(candidate.proof, Manifest):
+        files = sorted(candidate.proof.files.items(), key=lambda item: item[1].size, reverse=True)
+        for name, record in files[rank::world_size]:
+            _compare(candidate.path / name, record.size, record.xxh3)
+
+
+def _compare(path: Path, size: int, xxh3: str) -> None:
+    if storage.digest_of(path, size) != xxh3:
+        raise DamagedCheckpointError(f"{path} does not hold what was written: its checksum differs")
+
+
+def _say_choice(path: Path, faults: list[str], exchange: Exchange) -> None:
+    if faults and exchange.rank == 0:
+        log.warning(
+            "DAMAGED CHECKPOINT: %s. Using %s instead; the steps after it will be done again.",
+            "; ".join(faults),
+            path,
+        )

@@ -1,0 +1,239 @@
+"""`Trainer(plugins=[AsyncCheckpointIO()])`: Lightning's checkpoint hooks, translated for the checkpoint engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.plugins.io import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from typing_extensions import override
+
+from lightning_resilience.checkpoint import storage
+from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions, SaveReport
+from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.reader import load_archive
+from lightning_resilience.checkpoint.verify import choose
+from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_ON_ERROR_S = 30.0
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Copies the state to shared memory and returns; a process beside each rank writes, verifies and commits it.
+
+    Unlike Lightning's class of the same name, which clones tensors on their device and pickles them in a thread of
+    the training process, this one also takes sharded checkpoints, keeps saves, deletions and loads in order, shows
+    a checkpoint only when it is complete, and checks every byte when it is loaded.
+
+    With :class:`~lightning_resilience.ResilientFSDPStrategy` every rank writes its own shards. With DDP and on a
+    single device rank 0 writes one file. Lightning's own sharded strategies do not call a checkpoint plugin.
+
+    Args:
+        shm_dir: Directory on a memory file system where the state is staged. Each rank needs ``slots`` times the
+            size of its part of the state there.
+        slots: How many states can be staged or being written at a time. A save waits while all are in use.
+        timeout: How long a save may take to become durable, in seconds or as a timedelta.
+        on_damage: What ``fit`` does when the checkpoint it shall resume from is damaged: use the one "previous" to
+            it with a loud warning, or "raise".
+        trust: Unpickle any object when loading. It can run any code: only for checkpoints you trust.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        shm_dir: str = "/dev/shm",
+        slots: int = 2,
+        timeout: float | timedelta = 1800.0,
+        on_damage: Literal["previous", "raise"] = "previous",
+        trust: bool = False,
+    ) -> None:
+        super().__init__()
+        self._options = EngineOptions(shm_dir=shm_dir, slots=_at_least_one(slots), deadline_s=_seconds(timeout))
+        self.fall_back = _falls_back(on_damage)
+        self.trust = trust
+        self._exchange: Exchange = Alone()
+        self._engine: CheckpointEngine | None = None
+        self._history: list[SaveReport] = []
+        self._in_fit = True  # until a first teardown: nothing tells a plugin when training starts
+
+    @property
+    def history(self) -> list[SaveReport]:
+        """How each save of this rank went, oldest first: stall, bytes, seconds until durable, error."""
+        return [*self._history, *(self._engine.history if self._engine else [])]
+
+    # --- what Lightning calls with DDP and single devices, on rank 0 -------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Stage ``checkpoint`` as one file that ``torch.load`` reads.
+
+        Raises:
+            SaveError: It could not be staged; outside ``fit``, also when it could not be written.
+        """
+        _refuse_options(storage_options)
+        self._started().save_file(local_path(path), int(checkpoint.get("global_step", 0)), checkpoint)
+        self._finish_outside_fit()
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Verify and read a single-file checkpoint, or the newest valid one before it.
+
+        Raises:
+            LoadError: There is none that can be used.
+        """
+        self.wait(path)
+        chosen = choose(local_path(path), Alone(), fall_back=self.fall_back)
+        if chosen.is_dir():
+            raise MismatchedCheckpointError(
+                f"{chosen} is a sharded checkpoint, and this strategy reads single files. Use ResilientFSDPStrategy,"
+                f" or convert it: python -m lightning.pytorch.utilities.consolidate_checkpoint {chosen}"
+            )
+        content: dict[str, Any] = load_archive(
+            chosen, str(chosen), self.trusts(weights_only), map_location=map_location or "cpu"
+        )
+        return content
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Delete a checkpoint once everything saved before this call is committed."""
+        if self._engine is not None:
+            self._engine.remove(local_path(path))
+            return
+        if self._in_fit and not self._history:
+            log.warning(
+                "Lightning asked AsyncCheckpointIO to delete a checkpoint that it never asked it to save: this strategy"
+                " writes sharded checkpoints itself, synchronously. Use ResilientFSDPStrategy for asynchronous ones."
+            )
+        if os.path.lexists(path):
+            storage.delete(Path(local_path(path)))
+
+    @override
+    def teardown(self) -> None:
+        """Wait until everything is durable and give the shared memory back.
+
+        Raises:
+            SaveError: The last save failed. Not while another exception is being handled: then it is logged, and
+                what is pending is left to the writer processes, which finish it in any case.
+        """
+        handling = sys.exc_info()[1] is not None
+        self._in_fit = False
+        try:
+            self._close(_PATIENCE_ON_ERROR_S if handling else None)
+        except SaveError as error:
+            if not handling:
+                raise
+            log.error("%s", error)
+
+    # --- what our strategy calls, on all ranks -----------------------------------------------------------------
+
+    def connect(self, exchange: Exchange) -> None:
+        """From now on this is one rank of several."""
+        self._exchange = exchange
+
+    def reserve(self, nbytes: int) -> None:
+        """Training starts: get shared memory for this many bytes ready, and a writer to take them.
+
+        Raises:
+            ArenaError: There is not enough shared memory.
+        """
+        self._in_fit = True
+        self._started().reserve(nbytes)
+
+    def save_sharded(
+        self,
+        path: _PATH,
+        step: int,
+        state: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
+        _refuse_options(storage_options)
+        self._started().save_sharded(local_path(path), step, state, files)
+        self._finish_outside_fit()
+
+    def wait(self, path: _PATH | None = None) -> None:
+        """Wait until the pending saves (to ``path``) are durable or have failed."""
+        if self._engine is not None:
+            self._engine.wait(None if path is None else local_path(path), self._options.deadline_s)
+
+    def trusts(self, weights_only: bool | None) -> bool:
+        """Whether any object may be unpickled; what a call asks for wins over the plugin's argument."""
+        return self.trust if weights_only is None else not weights_only
+
+    def _started(self) -> CheckpointEngine:
+        if self._engine is None:
+            self._engine = CheckpointEngine(self._options, self._exchange)
+        return self._engine
+
+    def _finish_outside_fit(self) -> None:
+        """After training nobody tears us down, and whoever saves then expects the checkpoint to be there."""
+        if not self._in_fit:
+            self._close(None)
+
+    def _close(self, patience_s: float | None) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            engine.close(patience_s)
+        finally:
+            self._history.extend(engine.history)
+
+
+def local_path(path: _PATH) -> str:
+    """The path as a string.
+
+    Raises:
+        ConfigurationError: It is a URL.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise ConfigurationError(
+            f"the checkpoint path {text!r} is a URL, and AsyncCheckpointIO writes to local and shared file systems."
+            " Mount the storage and pass the mounted directory as `ModelCheckpoint(dirpath=...)`."
+        )
+    return os.path.abspath(text)
+
+
+def _refuse_options(storage_options: Any | None) -> None:
+    if storage_options is not None:
+        raise ConfigurationError(
+            "storage_options are for remote file systems; AsyncCheckpointIO writes to local and shared ones. Leave"
+            " them out."
+        )
+
+
+def _at_least_one(slots: int) -> int:
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
+        raise ConfigurationError(
+            f"AsyncCheckpointIO(slots={slots!r}): how many states to stage at a time, 1 or more"
+        )
+    return slots
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or seconds <= 0:
+        raise ConfigurationError(f"AsyncCheckpointIO(timeout={timeout!r}): seconds or a timedelta, more than 0")
+    return float(seconds)
+
+
+def _falls_back(on_damage: str) -> bool:
+    if on_damage not in ("previous", "raise"):
+        raise ConfigurationError(f'AsyncCheckpointIO(on_damage={on_damage!r}): "previous" or "raise"')
+    return on_damage == "previous"
+

@@ -1,0 +1,200 @@
+"""What Lightning asks a sharding strategy about checkpoints, translated for the checkpoint engine."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_resilience import _lightning
+from lightning_resilience.checkpoint.candidates import META
+from lightning_resilience.checkpoint.envelope import archive
+from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange
+from lightning_resilience.checkpoint.reader import load_archive
+from lightning_resilience.checkpoint.restore import Target, restore
+from lightning_resilience.checkpoint.state import expected_bytes, model_state, optimizer_state
+from lightning_resilience.checkpoint.verify import choose
+from lightning_resilience.checkpoint_io import AsyncCheckpointIO, local_path
+from lightning_resilience.data.fit_loop import install
+from lightning_resilience.data.rank_state import capture_rank_state, stash_rank_state
+from lightning_resilience.errors import LoadError
+from lightning_resilience.sharding.shard import reshard_all
+
+log = logging.getLogger(__name__)
+
+_RANK_FILE = "rank_{}.pt"
+_RANK_STATES = "lightning_resilience.rank_states"
+_T = TypeVar("_T")
+
+
+class CheckpointingStrategy(ModelParallelStrategy):
+    """The checkpoint hooks of ``ResilientFSDPStrategy``; every one is called on all ranks.
+
+    Saves go to :class:`AsyncCheckpointIO` if that is the trainer's plugin, and otherwise to stock Lightning's
+    synchronous code. Loading is ours in both cases.
+    """
+
+    _exchange: Exchange = Alone()
+
+    @override
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        if self.world_size > 1 and isinstance(self._exchange, Alone):
+            self._exchange = GroupExchange(dist.new_group(backend="gloo", timeout=self._timeout))
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            self.checkpoint_io.connect(self._exchange)
+        install(self._trainer)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        plugin = self.checkpoint_io
+        if isinstance(plugin, AsyncCheckpointIO) and self._trainer.checkpoint_callbacks:
+            plugin.reserve(expected_bytes(self._module, self.optimizers))
+
+    # --- save --------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """References to the live shards, not copies; with ``state_dict_type="full"`` whole tensors on rank 0."""
+        reshard_all(self._module)
+        state = model_state(self._module)
+        return state if self._save_distributed_checkpoint else self._gathered(state)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same for an optimizer; never runs a step to find out what its state would be."""
+        optimizer = _lightning.unwrapped(optimizer)
+        if self._save_distributed_checkpoint:
+            return optimizer_state(self._module, optimizer)
+        return self._gathered(optimizer.state_dict())
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        plugin = self.checkpoint_io
+        if not isinstance(plugin, AsyncCheckpointIO):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._save_distributed_checkpoint:
+            self._save_sharded(plugin, dict(checkpoint), filepath, storage_options)
+        else:
+            states = self._exchange.all_gather(archive(capture_rank_state(self._trainer)))
+            if self.is_global_zero:
+                plugin.save_checkpoint({**checkpoint, _RANK_STATES: states}, filepath, storage_options)
+
+    def _save_sharded(
+        self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
+    ) -> None:
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer
+        files = {_RANK_FILE.format(self.global_rank): archive(capture_rank_state(self._trainer))}
+        if self.is_global_zero:
+            files[META] = archive(checkpoint)
+        plugin.save_sharded(path, checkpoint["global_step"], state, files, storage_options)
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors in host memory on rank 0, nothing elsewhere; one tensor at a time."""
+
+        def gather(value: Any) -> Any:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if not self.is_global_zero:
+                return None
+            return whole.cpu() if isinstance(whole, torch.Tensor) else whole
+
+        with torch.no_grad():
+            gathered: dict[str, Any] = tree_map(gather, state)
+        return gathered if self.is_global_zero else {}
+
+    # --- load --------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Put the newest valid checkpoint, at or before this path, into the model (and the optimizers in ``fit``).
+
+        Raises:
+            LoadError: There is none that can be used.
+        """
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        plugin = self.checkpoint_io if isinstance(self.checkpoint_io, AsyncCheckpointIO) else AsyncCheckpointIO()
+        plugin.wait(checkpoint_path)
+        self.barrier()
+        chosen = choose(local_path(checkpoint_path), self._exchange, fall_back=fitting and plugin.fall_back)
+        reshard_all(self._module)
+        target = Target(
+            module=self._module,
+            optimizers=self.optimizers if fitting else (),
+            strict=self._module.strict_loading,
+            trust=plugin.trusts(weights_only),
+        )
+        content = self._together(lambda: restore(chosen, target))
+        stash_rank_state(self._trainer, self._rank_state(chosen, content))
+        if fitting and str(chosen) != local_path(checkpoint_path):
+            _lightning.set_resumed_path(self._trainer, str(chosen))
+        return content
+
+    def _rank_state(self, path: Path, content: dict[str, Any]) -> dict[str, Any] | None:
+        """What this rank, or the rank of this number, had saved for itself."""
+        states = content.pop(_RANK_STATES, None)
+        state: dict[str, Any]
+        if states is not None:
+            state = load_archive(
+                io.BytesIO(states[self.global_rank % len(states)]), f"{path} (rank state)", trust=False
+            )
+            return state
+        file = path / _RANK_FILE.format(self.global_rank)
+        if not path.is_dir() or not (path / _RANK_FILE.format(0)).exists():
+            return None
+        if not file.exists():
+            file = path / _RANK_FILE.format(0)  # more ranks than wrote it: enough to see that
+        state = load_archive(file, str(file), trust=False)
+        return state
+
+    def _together(self, load: Callable[[], _T]) -> _T:
+        """An error of one rank becomes an error of all, instead of a hang in the next collective."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = load()
+        except Exception as caught:  # travels to all ranks and is raised on each
+            error = caught
+        answers = self._exchange.all_gather(b"" if error is None else f"{error}".encode() or b"unknown error")
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer:
+                raise LoadError(f"rank {rank} could not load the checkpoint: {answer.decode()}")
+        loaded: _T = result
+        return loaded
+
+    # --- end ---------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()
+
+    @property
+    def _module(self) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    @property
+    def _trainer(self) -> Trainer:
+        trainer: Trainer = self._module.trainer
+        return trainer
