@@ -56,9 +56,7 @@ def storage_info(file: str, start: int, length: int) -> Any:
     return _StorageInfo(file, start, length)
 
 
-def foreach_copy(
-    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool
-) -> None:
+def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
     """Copy many tensors with one call into C++.
 
     ``torch._foreach_copy_`` (torch 2.1 on) is what torch's own optimizers and FSDP2 use; there is no public name.

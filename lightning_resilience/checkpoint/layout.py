@@ -94,9 +94,7 @@ class ShardLayout:
     def decode(data: bytes) -> ShardLayout:
         """The opposite of :meth:`encode`."""
         fields: dict[str, Any] = json.loads(data)
-        chunks = tuple(
-            Chunk(**{key: _tupled(value) for key, value in chunk.items()}) for chunk in fields.pop("chunks")
-        )
+        chunks = tuple(Chunk(**{key: _tupled(value) for key, value in chunk.items()}) for chunk in fields.pop("chunks"))
         return ShardLayout(chunks=chunks, **fields)
 
 

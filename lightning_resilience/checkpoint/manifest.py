@@ -20,9 +20,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _END_OF_ZIP = b"PK\x05\x06"
 _END_OF_ZIP_SIZE = 22
-_SEAL = re.compile(
-    rb"lightning-resilience seal: xxh3=([0-9a-f]{16}) size=(\d{20}) step=(\d{20}) created=(\d{20})\Z"
-)
+_SEAL = re.compile(rb"lightning-resilience seal: xxh3=([0-9a-f]{16}) size=(\d{20}) step=(\d{20}) created=(\d{20})\Z")
 
 
 @dataclass(frozen=True)

@@ -260,8 +260,7 @@ def _load_optimizer(
         {
             "state": {index[name]: value for name, value in state.items()},
             "param_groups": [
-                {**saved, "params": [index[name] for name in group]}
-                for saved, group in zip(groups, names, strict=True)
+                {**saved, "params": [index[name] for name in group]} for saved, group in zip(groups, names, strict=True)
             ],
         }
     )

@@ -226,10 +226,14 @@ def _start_process(fd: int) -> subprocess.Popen[bytes]:
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, *(path for path in sys.path if path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", _MODULE, str(fd), str(os.getpid())],
-        pass_fds=(fd,),
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-    )
+    ourselves = os.pidfd_open(os.getpid())  # opened here: the rank may be dead before the writer has started
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(fd), str(ourselves)],
+            pass_fds=(fd, ourselves),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    finally:
+        os.close(ourselves)

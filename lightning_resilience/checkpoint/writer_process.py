@@ -1,8 +1,8 @@
 """The writer: a process beside each rank that turns staged bytes into committed checkpoints.
 
-Started as ``python -m lightning_resilience.checkpoint.writer_process FD PID``: the socket it inherits and the
-rank it serves. It imports neither torch nor the user's script, has no process group and no device context. It
-lives as long as its rank, and when the rank dies it finishes what was staged and leaves.
+Started as ``python -m lightning_resilience.checkpoint.writer_process SOCKET PIDFD``: inherited descriptors of the
+connection to its rank and of the rank itself. It imports neither torch nor the user's script, has no process group and
+no device context. It lives as long as its rank, and when the rank dies it finishes what was staged and leaves.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Link:
 
     Args:
         connection: The socket.
-        rank_pid: Process id of the rank. Its death is watched for itself: processes that the rank has forked
-            (data loader workers) hold its end of the socket open for a while.
+        rank: A pidfd of the rank. Its death is watched for itself: processes that the rank has forked (data
+            loader workers) hold its end of the socket open for a while.
     """
 
-    def __init__(self, connection: socket.socket, rank_pid: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
         self._buffer = b""
-        self._rank = os.pidfd_open(rank_pid)
+        self._rank = rank
         self.closed = False
 
     def receive(self, timeout_s: float | None) -> list[Message]:
@@ -280,13 +280,13 @@ _HINTS = {
 }
 
 
-def main(fd: int, rank_pid: int) -> None:
-    """Serve the rank ``rank_pid`` at the other end of the inherited socket ``fd``."""
+def main(connection_fd: int, rank_pidfd: int) -> None:
+    """Serve the rank at the other end of the connection."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # it ends when its rank is gone and its work is done
     os.nice(_NICENESS)
-    with socket.socket(fileno=fd) as connection:
-        Writer(Link(connection, rank_pid)).run()
+    with socket.socket(fileno=connection_fd) as connection:
+        Writer(Link(connection, rank_pidfd)).run()
 
 
 if __name__ == "__main__":
