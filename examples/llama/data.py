@@ -57,9 +57,7 @@ def read_tokens(root: Path, pattern: str, limit_bytes: int, tokenizer: str | Non
         if left <= 0:
             break
     if not parts:
-        raise FileNotFoundError(
-            f"no file that matches {pattern!r} under {root}: choose another --data or --pattern"
-        )
+        raise FileNotFoundError(f"no file that matches {pattern!r} under {root}: choose another --data or --pattern")
     return torch.cat(parts)
 
 

@@ -98,9 +98,7 @@ class Job:
     def shared_memory(self) -> list[Path]:
         """Shared memory of ours that carries the number of one of the job's processes in its name."""
         files = Path("/dev/shm").glob("lightning-resilience-*")
-        return [
-            path for path in files if self.pids & {int(part) for part in path.name.split("-") if part.isdigit()}
-        ]
+        return [path for path in files if self.pids & {int(part) for part in path.name.split("-") if part.isdigit()}]
 
     def last_words(self) -> str:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-30:])
@@ -157,7 +155,7 @@ class Demo:
         self._jobs: list[Job] = []
 
     def run(self) -> Recovery:
-        self._console.print(f"[dim]$ {' '.join(self._command[1:])}[/]")
+        self._console.print(f"$ {' '.join(self._command[1:])}", style="dim", markup=False, soft_wrap=True)
         self._console.print("[bold]First run[/]: two processes start and train")
         self._first_run()
         self._console.print("[bold]Second run[/]: the same command again")
@@ -259,7 +257,7 @@ def main() -> int:
         else:
             shutil.rmtree(folder, ignore_errors=True)
     for problem in problems:
-        console.print(f"[bold red]not as promised:[/] {problem}")
+        console.print(f"not as promised: {problem}", style="bold red", markup=False, soft_wrap=True)
     return 1 if problems else 0
 
 

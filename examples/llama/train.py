@@ -18,7 +18,7 @@ from examples.llama.data import TextDataModule
 from examples.llama.model import LlamaModule
 from examples.llama.sizes import SIZES
 from examples.llama.step_log import StepLog
-from lightning_resilience import ResilientFSDPStrategy
+from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, newest_checkpoint
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -71,6 +71,7 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         strategy=ResilientFSDPStrategy(  # (1)
             activation_checkpointing_policy="auto" if options.activation_checkpointing else None
         ),
+        plugins=[AsyncCheckpointIO()],  # (2)
         callbacks=[
             ModelCheckpoint(dirpath=folder, every_n_train_steps=options.checkpoint_every, save_top_k=-1),
             StepLog(str(folder / "steps.jsonl")),
@@ -80,7 +81,8 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
 
 def main() -> None:
     options = parse_arguments()
-    logging.getLogger("lightning_resilience").setLevel(logging.INFO)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("lightning_resilience").setLevel(logging.INFO)  # says what each save cost
     L.seed_everything(options.seed, verbose=False)
     model = LlamaModule(
         size=options.size,
@@ -96,7 +98,7 @@ def main() -> None:
         limit_mb=options.limit_mb,
         tokenizer=options.pretrained,
     )
-    build_trainer(options).fit(model, data)
+    build_trainer(options).fit(model, data, ckpt_path=newest_checkpoint(options.checkpoint_dir))  # (3)
 
 
 if __name__ == "__main__":
