@@ -10,7 +10,14 @@ from lightning_resilience._lightning import (
     Progress,
     TrainingEpochLoop,
     current,
+    mark_epoch_begun,
     total,
+)
+from lightning_resilience.data.epoch_metrics import (
+    EpochMetrics,
+    capture_epoch_metrics,
+    restore_epoch_metrics,
+    update_counts,
 )
 from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint
 from lightning_resilience.data.rng import RngState
@@ -25,9 +32,10 @@ class ResumableEpochLoop(TrainingEpochLoop):
     def __init__(self, trainer: Any, min_steps: int | None = None, max_steps: int = -1) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self._rng_before_validation: RngState | None = None
+        self._counts_before_validation: dict[str, int] | None = None
         self._plateau_metrics_unknown = False
 
-    # --- what a checkpoint needs to know 
+    # --- what a checkpoint needs to know
 
     def validation_is_over(self) -> bool:
         """Whether the newest validation came to its end."""
@@ -38,7 +46,12 @@ class ResumableEpochLoop(TrainingEpochLoop):
         """Random state before the validation that is running: a validation cut short is run again as a whole."""
         return None if self.validation_is_over() else self._rng_before_validation
 
-    # --- going on 
+    def capture_epoch_metrics(self) -> EpochMetrics:
+        """What was gathered in this epoch; a validation that is running is not part of it."""
+        before = None if self.validation_is_over() else self._counts_before_validation
+        return capture_epoch_metrics(self._results, self.trainer.lightning_module, before)
+
+    # --- going on
 
     def settle_progress(self, point: ResumePoint) -> None:
         """Make the counters agree with ``point``: a batch in flight does not count, a batch at its end does."""
@@ -79,8 +92,9 @@ class ResumableEpochLoop(TrainingEpochLoop):
         """Validate if it is due, then end the batch."""
         if not self._skip_next_val and self._should_check_val_fx(data_fetcher):
             self._rng_before_validation = self._fit_loop.capture_rng()
+            self._counts_before_validation = update_counts(self.trainer.lightning_module)
         super().on_advance_end(data_fetcher)
-        self._rng_before_validation = None
+        self._rng_before_validation = self._counts_before_validation = None
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Step the schedulers, except those that wait for a metric that the checkpoint did not bring along."""
@@ -89,8 +103,11 @@ class ResumableEpochLoop(TrainingEpochLoop):
 
     def _end_batch(self, resume: Resume, data_fetcher: DataFetcher) -> None:
         """Do what the interrupted run still had to do between its last batch and the next one."""
-        if resume.point.batches > 0:  # as after any batch; None would mean that the epoch has none yet
-            self.trainer._logger_connector._first_loop_iter = True
+        if resume.point.batches > 0:
+            mark_epoch_begun(self.trainer)
+        if resume.saved.epoch_metrics is not None:
+            module = self.trainer.lightning_module
+            restore_epoch_metrics(resume.saved.epoch_metrics, self._results, module, self.trainer)
         if resume.point.remaining is Remaining.NOTHING:
             return
         self._skip_next_val = resume.point.remaining is Remaining.BATCH_END_VALIDATED

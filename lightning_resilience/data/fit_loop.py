@@ -65,7 +65,7 @@ class ResumableFitLoop(FitLoop):
         self._iterators_open = False
         self._advancing = False
 
-    # --- checkpoint: out and in 
+    # --- checkpoint: out and in
 
     def capture_rank_state(self) -> RankState:
         """See :func:`lightning_resilience.data.rank_state.capture_rank_state`."""
@@ -76,6 +76,7 @@ class ResumableFitLoop(FitLoop):
             "epoch_start": self._epoch_start,
             "loaders": self._loader_states(),
             "metrics": {name: value.cpu() for name, value in callback_metrics(self.trainer).items()},
+            "epoch_metrics": self.epoch_loop.capture_epoch_metrics(),
         }
 
     def stash_rank_state(self, state: dict[str, Any] | None) -> None:
@@ -98,7 +99,7 @@ class ResumableFitLoop(FitLoop):
         if state is not None:
             restore_rng(state, generators_of(self._loaders))
 
-    # --- running 
+    # --- running
 
     def run(self) -> None:
         """Train until done, from the loaded position if there is one."""
@@ -152,7 +153,7 @@ class ResumableFitLoop(FitLoop):
         super().teardown()
         self._iterators_open = False
 
-    # --- entering an epoch's data 
+    # --- entering an epoch's data
 
     def note_epoch_start(self) -> None:
         """Remember the random state from which the order of the coming epoch follows."""
@@ -226,7 +227,7 @@ class ResumableFitLoop(FitLoop):
             )
         return {id(loader): state for loader, state in zip(stateful, states, strict=False)}
 
-    # --- resuming 
+    # --- resuming
 
     def _begin_resume(self) -> None:
         saved = restorable(self._stashed, self.trainer.world_size, self._combined_loader_states_to_load)
@@ -265,7 +266,7 @@ class ResumableFitLoop(FitLoop):
             setattr(in_all, name, getattr(in_all, name) + value - getattr(now, name))
             setattr(now, name, value)
 
-    # --- loaders 
+    # --- loaders
 
     @property
     def _loaders(self) -> list[Any]:

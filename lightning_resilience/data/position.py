@@ -40,7 +40,7 @@ class SkippingIterator(Iterator[Any]):
 
 
 class _SkippingSampler:
-    """Stands in for a (batch) sampler while a ``DataLoader`` makes its iterator; skips in one pass only.
+    """Stands in for a (batch) sampler while a ``DataLoader`` makes its iterator, and skips only then.
 
     An iterator with persistent workers keeps its sampler for all epochs, so later passes must be complete.
     """
@@ -57,8 +57,7 @@ class _SkippingSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        count, self.count = self.count, 0
-        self.latest = SkippingIterator(iter(self._sampler), count)
+        self.latest = SkippingIterator(iter(self._sampler), self.count)
         return self.latest
 
 
@@ -112,9 +111,11 @@ class ResumedLoader:
 
     def _iterate(self, count: int) -> Iterator[Any]:
         assert self._sampler is not None
-        self._sampler.count = count
+        self._sampler.count = count  # for the whole construction: with workers it iterates the sampler twice
         with _sampler_replaced(self.loader, self._sampler):
-            return iter(self.loader)
+            iterator: Iterator[Any] = iter(self.loader)
+        self._sampler.count = 0
+        return iterator
 
 
 def begin_next_epoch(loader: Any, state: Any, *, exhausted: bool) -> None:
@@ -132,9 +133,7 @@ def begin_next_epoch(loader: Any, state: Any, *, exhausted: bool) -> None:
 
 def is_stateful(loader: Any) -> bool:
     """Whether a loader can say where it is and be put there."""
-    return callable(getattr(loader, "state_dict", None)) and callable(
-        getattr(loader, "load_state_dict", None)
-    )
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def skips_without_loading(loader: Any) -> bool:

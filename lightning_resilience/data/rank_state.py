@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_resilience.data.epoch_metrics import EpochMetrics
 from lightning_resilience.data.rng import RngState
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RankState(TypedDict):
     epoch_start: EpochStart | None
     loaders: list[Any]
     metrics: dict[str, torch.Tensor]
+    epoch_metrics: EpochMetrics
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Restorable:
     epoch_start: EpochStart | None = None
     loaders: list[Any] = field(default_factory=list)
     metrics: dict[str, torch.Tensor] | None = None
+    epoch_metrics: EpochMetrics | None = None
 
 
 def restorable(state: RankState | None, world_size: int, common_loader_states: list[Any]) -> Restorable:
@@ -69,7 +72,7 @@ def restorable(state: RankState | None, world_size: int, common_loader_states: l
             world_size,
         )
         return Restorable(loaders=common_loader_states, metrics=state["metrics"])
-    return Restorable(state["rng"], state["epoch_start"], state["loaders"], state["metrics"])
+    return Restorable(state["rng"], state["epoch_start"], state["loaders"], state["metrics"], state["epoch_metrics"])
 
 
 def capture_rank_state(trainer: Trainer) -> dict[str, Any]:

@@ -129,7 +129,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "persistent": lambda: DataLoader(
         Samples(), batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True
     ),
-    "batch_sampler": lambda: DataLoader(Samples(), batch_sampler=RandomBatches()),  # type: ignore[arg-type]
+    "batch_sampler": lambda: DataLoader(Samples(), batch_sampler=RandomBatches()),
     "stateful": StatefulLoader,
     "unsized_stateful": UnsizedStatefulLoader,
     "iterable": lambda: DataLoader(SizedStream(), batch_size=BATCH),
@@ -142,20 +142,23 @@ class Net(pl.LightningModule):
 
     def __init__(self, *, scheduler: str = "step") -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.hidden = nn.Linear(4, 8)
+        self.net = nn.Sequential(self.hidden, nn.Dropout(0.5), nn.Linear(8, 1))
         self.scheduler = scheduler
         self.losses: list[tuple[int, int, float]] = []
         self.validations: list[tuple[int, float]] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.net(batch).pow(2).mean() + float(np.random.rand()) * self.net[0].weight.sum()
+        loss: torch.Tensor = self.net(batch).pow(2).mean()
+        loss = loss + float(np.random.rand()) * self.hidden.weight.sum()
         self.losses.append((self.current_epoch, batch_idx, loss.item()))
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         loss = (self.net(batch) * torch.rand(1)).pow(2).mean()
-        self.validations.append((self.global_step, loss.item()))
+        if not self.trainer.sanity_checking:
+            self.validations.append((self.global_step, loss.item()))
         self.log("val_loss", loss)
 
     def on_train_start(self) -> None:
@@ -276,7 +279,7 @@ def fit(
         strategy=strategy or ExactStrategy(),
         logger=logger,
         callbacks=callbacks or [],
-        enable_checkpointing=False,
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         **{**defaults, **options},
