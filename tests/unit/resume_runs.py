@@ -126,9 +126,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "random": lambda: DataLoader(Samples(), batch_size=BATCH, shuffle=True),
     "generator": lambda: DataLoader(Samples(), batch_size=BATCH, shuffle=True, generator=_seeded()),
     "workers": lambda: DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=2),
-    "persistent": lambda: DataLoader(
-        Samples(), batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True
-    ),
+    "persistent": lambda: DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True),
     "batch_sampler": lambda: DataLoader(Samples(), batch_sampler=RandomBatches()),
     "stateful": StatefulLoader,
     "unsized_stateful": UnsizedStatefulLoader,
