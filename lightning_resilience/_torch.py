@@ -76,22 +76,28 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [] if group is None else [group]
 
 
-def fsdp_parameters(module: Module) -> Iterator[Any]:
-    """Every `FSDPParam` below `module`: the pair of a sharded parameter and its gathered copy."""
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            for group in parameter_groups(submodule):
-                yield from group.fsdp_params
-
-
 def sharded_parameters(module: Module) -> set[Parameter]:
     """The sharded parameters FSDP2 looks after, also while their gathered copies are registered."""
-    return {fsdp_param.sharded_param for fsdp_param in fsdp_parameters(module)}
+    return {
+        fsdp_param.sharded_param
+        for submodule in module.modules()
+        if isinstance(submodule, FSDPModule)
+        for group in parameter_groups(submodule)
+        for fsdp_param in group.fsdp_params
+    }
 
 
-def gathered_parameter(fsdp_param: Any) -> Parameter | None:
-    """The gathered copy of a parameter, which exists from the first all-gather on."""
-    return getattr(fsdp_param, "_unsharded_param", None)
+def gathered_pairs(module: FSDPModule) -> list[tuple[Parameter, Parameter]]:
+    """The sharded parameters of `module` (not of its children) with their gathered copies.
+
+    The copies exist from the first all-gather on.
+    """
+    return [
+        (fsdp_param.sharded_param, fsdp_param._unsharded_param)
+        for group in parameter_groups(module)
+        for fsdp_param in group.fsdp_params
+        if hasattr(fsdp_param, "_unsharded_param")
+    ]
 
 
 def put_back_shards(module: FSDPModule) -> None:
@@ -110,12 +116,8 @@ def is_gathered(module: FSDPModule) -> bool:
 
 def has_unreduced_gradients(module: FSDPModule) -> bool:
     """Whether gradients sit in gathered copies although FSDP2 was asked to reduce them."""
-    return any(
-        getattr(gathered_parameter(fsdp_param), "grad", None) is not None
-        for group in parameter_groups(module)
-        if group.reduce_grads
-        for fsdp_param in group.fsdp_params
-    )
+    reducing = all(group.reduce_grads for group in parameter_groups(module))
+    return reducing and any(gathered.grad is not None for _, gathered in gathered_pairs(module))
 
 
 @contextmanager

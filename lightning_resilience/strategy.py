@@ -244,6 +244,10 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         self._steps.before_backward(closure_loss)
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._steps.after_backward()
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -261,13 +265,13 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank without communication."""
-        roots = self._fsdp_modules()
-        for module in roots:
+        modules = self._fsdp_modules()
+        for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in roots:
+            for module in modules:
                 module.set_requires_gradient_sync(True, recurse=False)
 
     # --- state ---------------------------------------------------------------------------------------------

@@ -25,7 +25,11 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> torch.Tens
     norms = [_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     if not norms:
         return torch.tensor(0.0)
-    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    total = (
+        norms[0]
+        if len(norms) == 1
+        else torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    )
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total)
     return total

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_resilience._torch import (
     forward_hooks_suspended,
-    fsdp_parameters,
-    gathered_parameter,
+    gathered_pairs,
     has_unreduced_gradients,
     pre_backward_hook,
 )
@@ -36,6 +35,7 @@ class RootForward:
 
     def __init__(self) -> None:
         self._running: FSDPModule | None = None
+        self._untracked: list[Parameter] = []
 
     def run(self, root: Module, step: Callable[[], _T]) -> _T:
         """Run `step` with the parameters of `root` gathered.
@@ -43,7 +43,6 @@ class RootForward:
         The arguments of the step do not pass through FSDP2, which would copy, move and cast them.
         """
         assert isinstance(root, FSDPModule)
-        synchronize_requires_grad(root)
 
         def forward() -> _T:
             with forward_hooks_suspended(root):
@@ -54,12 +53,28 @@ class RootForward:
         return result
 
     def before_backward(self, loss: Tensor) -> None:
-        """Tell FSDP2 of a backward inside a step: only outputs of a finished forward would tell it."""
+        """Tell FSDP2 of a backward inside a step: only outputs of a finished forward would tell it.
+
+        Parameters that `toggle_optimizer` has turned off in the meantime get no gradient. It turns off the
+        sharded ones, which the optimizer knows; the gathered ones took part in the forward.
+        """
         if self._running is None:
             return
-        synchronize_requires_grad(cast(Module, self._running))
+        self._untracked = [
+            gathered
+            for sharded, gathered in gathered_pairs(self._running)
+            if gathered.requires_grad and not sharded.requires_grad
+        ]
+        for gathered in self._untracked:
+            gathered.requires_grad_(False)
         if loss.requires_grad:
             loss.register_hook(pre_backward_hook(self._running))  # type: ignore[no-untyped-call]  # torch
+
+    def after_backward(self) -> None:
+        """Let the next forward in the same step track all parameters again."""
+        for gathered in self._untracked:
+            gathered.requires_grad_(True)
+        self._untracked = []
 
     def before_optimizer_step(self) -> None:
         """Refuse an update inside a step that would miss gradients.
@@ -75,31 +90,26 @@ class RootForward:
 
     def after_optimizer_step(self, model: Module) -> None:
         """Forget gathered copies of the old values; inside a step gather the new ones."""
+        tracked = [] if self._running is None else _requires_grad(self._running)
         reshard_all(model)
         if self._running is not None:
             self._running.unshard()
+        for gathered, flag in tracked:  # gathering takes the flag of the sharded parameter
+            gathered.requires_grad_(flag)
 
     @contextmanager
-    def _inside(self, root: Module) -> Iterator[None]:
-        assert isinstance(root, FSDPModule)
+    def _inside(self, root: FSDPModule) -> Iterator[None]:
         self._running = root
         root.set_reshard_after_backward(False, recurse=False)
         try:
             yield
         finally:
             root.set_reshard_after_backward(True, recurse=False)
-            self._running = None
+            self._running, self._untracked = None, []
 
 
-def synchronize_requires_grad(model: Module) -> None:
-    """Carry `requires_grad` from the sharded parameters, which users and optimizers see, to the gathered ones.
-
-    FSDP2 copies it once, at the first all-gather. Freezing, unfreezing and `toggle_optimizer` come later.
-    """
-    for fsdp_param in fsdp_parameters(model):
-        gathered = gathered_parameter(fsdp_param)
-        if gathered is not None and gathered.requires_grad != fsdp_param.sharded_param.requires_grad:
-            gathered.requires_grad_(fsdp_param.sharded_param.requires_grad)
+def _requires_grad(module: FSDPModule) -> list[tuple[Parameter, bool]]:
+    return [(gathered, gathered.requires_grad) for _, gathered in gathered_pairs(module)]
 
 
 @contextmanager

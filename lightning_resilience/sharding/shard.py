@@ -27,7 +27,10 @@ from lightning_resilience.errors import ShardingError
 from lightning_resilience.sharding.initialize import initialize, unsharded_modules
 from lightning_resilience.sharding.mesh import DATA_PARALLEL, sharding_mesh
 from lightning_resilience.sharding.options import ShardingOptions
+from lightning_resilience.sharding.scalars import average_gradients, is_averaged, scalar_parameters
 from lightning_resilience.sharding.wrapping import select_modules, without_split_ties
+
+_SHARDED_WITH = "_lightning_resilience_sharded_with"
 
 
 def shard_model(
@@ -55,18 +58,30 @@ def shard_model(
     checkpointed = select_modules("activation_checkpointing_policy", options.activation_checkpointing_policy, model)
     for module in checkpointed:
         checkpoint_activations(module)
-    shard = functools.partial(
-        fully_shard,
-        mesh=sharding_mesh(mesh),
-        reshard_after_forward=options.reshard_after_forward,
-        offload_policy=_offload_policy(options, device),
-    )
+
+    def shard(module: Module, policy: MixedPrecisionPolicy) -> None:
+        initialize(module, device, mesh, synchronize=options.sync_module_states)
+        fully_shard(
+            module,
+            mesh=sharding_mesh(mesh),
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=_offload_policy(options, device),
+            ignored_params=scalar_parameters(module),
+        )
+
     for unit in reversed(without_split_ties(units, model)):
-        initialize(unit, device, mesh, synchronize=options.sync_module_states)
-        shard(unit, mp_policy=mixed_precision)
-    initialize(model, device, mesh, synchronize=options.sync_module_states)
+        shard(unit, mixed_precision)
     cast_inputs_of_layers(model, mixed_precision.param_dtype)
-    shard(model, mp_policy=_without_input_cast(mixed_precision))
+    shard(model, _without_input_cast(mixed_precision))
+    average_gradients(scalar_parameters(model), model, mesh)
+    model.__dict__[_SHARDED_WITH] = (options, mixed_precision)
+
+
+def sharded_with(model: Module) -> tuple[ShardingOptions, MixedPrecisionPolicy] | None:
+    """What `shard_model` was asked for, or None when the user called `fully_shard`."""
+    asked: tuple[ShardingOptions, MixedPrecisionPolicy] | None = model.__dict__.get(_SHARDED_WITH)
+    return asked
 
 
 def is_sharded(model: Module) -> bool:
@@ -90,7 +105,8 @@ def check_gradients_reduced(model: Module, mesh: DeviceMesh) -> None:
     if mesh[DATA_PARALLEL].size() == 1:
         return
     reduced = sharded_parameters(model)
-    left = [name for name, p in model.named_parameters() if p.requires_grad and p not in reduced]
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    left = [name for name, p in trainable if p not in reduced and not is_averaged(p)]
     if left:
         names = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
         raise ShardingError(
