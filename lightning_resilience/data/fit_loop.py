@@ -146,6 +146,7 @@ class ResumableFitLoop(FitLoop):
             else:
                 self._prepare_next_epoch(self.resume)
             self.restore_rng(self.resume.saved.rng)
+            self._reload_as_before(self.resume.point.epoch)
         super().on_advance_start()
 
     def teardown(self) -> None:
@@ -212,6 +213,12 @@ class ResumableFitLoop(FitLoop):
                 begin_next_epoch(loader, states[id(loader)], exhausted=self._is_exhausted(loader, batches))
             else:
                 ResumedLoader(loader, 0).keep_workers_alive()
+
+    def _reload_as_before(self, epoch: int) -> None:
+        """Let ``reload_dataloaders_every_n_epochs`` take effect where it did in the interrupted run."""
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        if every and epoch > 0 and epoch % every == 0:
+            self._last_train_dl_reload_epoch = float("-inf")
 
     def _is_exhausted(self, loader: Any, batches: int) -> bool:
         length = sized_len(loader)

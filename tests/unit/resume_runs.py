@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +232,15 @@ class SaveAt(Checkpoint):
 
     def __init__(self, path: Path, hook: str, when: Callable[[pl.Trainer], bool]) -> None:
         self.path, self.when = path, when
-        self.saved_after = -1
+        self.saved_after: int | None = None
         setattr(self, hook, self._save)
 
+    @property
+    def state_key(self) -> str:
+        return f"SaveAt-{self.path.name}"
+
     def _save(self, trainer: pl.Trainer, module: Net, *args: Any) -> None:
-        if self.saved_after < 0 and not trainer.sanity_checking and self.when(trainer):
+        if self.saved_after is None and not trainer.sanity_checking and self.when(trainer):
             trainer.save_checkpoint(self.path)
             self.saved_after = len(module.losses)
 
@@ -249,10 +253,16 @@ class Run:
     logger: MemoryLogger
     trainer: pl.Trainer
     loader: Any
-    logged_before: dict[int, int] = field(default_factory=dict)
 
     def weights(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def seed_all(seed: int) -> None:
+    """Unlike ``seed_everything``, without environment variables."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def fit(
@@ -263,12 +273,12 @@ def fit(
     callbacks: list[pl.Callback] | None = None,
     ckpt_path: Path | None = None,
     scheduler: str = "step",
-    model: Net | None = None,
+    make: Callable[[], Net] | None = None,
     **options: Any,
 ) -> Run:
     """Train a fresh model in a fresh trainer."""
-    pl.seed_everything(seed, verbose=False)
-    model = model or Net(scheduler=scheduler)
+    seed_all(seed)
+    model = make() if make else Net(scheduler=scheduler)
     logger = MemoryLogger()
     defaults: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
     trainer = pl.Trainer(
@@ -277,7 +287,7 @@ def fit(
         strategy=strategy or ExactStrategy(),
         logger=logger,
         callbacks=callbacks or [],
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks or []),
         enable_progress_bar=False,
         enable_model_summary=False,
         **{**defaults, **options},
