@@ -221,7 +221,7 @@ def summary(result: Recovery) -> Table:
         "steps redone": f"{len(result.redone)}",
         "redone losses equal the first run's": same,
         f"loss before the kill (step {result.killed_at})": f"{result.before[result.killed_at]:.6f}",
-        f"loss right after resuming (step {first})": f"{result.after[first]:.6f}",
+        f"loss right after resuming (step {first})": f"{result.after[first]:.6f}, was {result.before[first]:.6f}",
         f"loss at the end (step {result.steps})": f"{result.after[result.steps]:.6f}",
         "training stalled by a save": f"{min(stalls):.1f}-{max(stalls):.1f} ms, {len(stalls)} saves",
     }
@@ -233,9 +233,9 @@ def summary(result: Recovery) -> Table:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train, kill, resume: see it happen.")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--checkpoint-every", type=int, default=10)
-    parser.add_argument("--kill-at", type=int, default=47, help="kill once this step is done")
+    parser.add_argument("--kill-at", type=int, default=37, help="kill once this step is done")
     parser.add_argument("--keep", action="store_true", help="keep the folder with checkpoints and output")
     return parser.parse_args()
 

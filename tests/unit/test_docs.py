@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 
-from docs.check import block_problems, broken_links, file_problems, headings, problems, resolves
+from docs.check import ROOT, block_problems, broken_links, file_problems, headings, problems, resolves
+from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy
 
 
 def test_documentation_is_right() -> None:
@@ -52,6 +55,16 @@ def test_code_blocks_hold_neither_headings_nor_links(page: Path) -> None:
 )
 def test_names(name: str, exists: bool) -> None:
     assert resolves(name) is exists
+
+
+@pytest.mark.parametrize(
+    ("page", "owner"), [("strategy.md", ResilientFSDPStrategy), ("checkpoints.md", AsyncCheckpointIO)]
+)
+def test_options_tables_agree_with_the_code(page: str, owner: type) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.*)` \|.*\|$", text, re.MULTILINE)
+    parameters = inspect.signature(owner).parameters.values()
+    assert rows == [(parameter.name, repr(parameter.default)) for parameter in parameters]
 
 
 def test_python_blocks_must_parse_and_import() -> None:
