@@ -25,7 +25,7 @@ from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import Target, restore
-from lightning_resilience.checkpoint.state import expected_bytes, model_state, optimizer_state
+from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO, local_path
 from lightning_resilience.data.fit_loop import install
@@ -78,14 +78,14 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The same for an optimizer; never runs a step to find out what its state would be."""
         optimizer = _lightning.unwrapped(optimizer)
+        state = optimizer_state(self._module, optimizer)
         if self._save_distributed_checkpoint:
-            return optimizer_state(self._module, optimizer)
-        return self._gathered(optimizer.state_dict())
+            return state
+        gathered = self._gathered(state)
+        return by_number(gathered, self._module) if gathered else {}
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         plugin = self.checkpoint_io
         if not isinstance(plugin, AsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -69,6 +69,20 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     }
 
 
+def by_number(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """An optimizer state by parameter name, as one by the parameter's place in ``module.parameters()``.
+
+    Those are the numbers that stock Lightning writes; ``torch.optim.Optimizer.load_state_dict`` takes any.
+    """
+    number = {name: index for index, name in enumerate(parameter_names(module).values())}
+    return {
+        "state": {number[name]: value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
 def expected_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """About how many bytes this rank will stage: its shards, and optimizer state that may not exist yet."""
     total = sum(local_bytes(value) for value in model_state(module).values())
