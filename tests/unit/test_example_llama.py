@@ -81,9 +81,7 @@ def test_windows_overlap_by_the_shifted_target() -> None:
 def test_validation_follows_training_and_shares_no_window(fraction: float) -> None:
     tokens = torch.arange(101, dtype=torch.int16)
     train, validation = split_tokens(tokens, 10, fraction)
-    everything = [
-        window.tolist() for part in (train, validation) for window in (part[i] for i in range(len(part)))
-    ]
+    everything = [window.tolist() for part in (train, validation) for window in (part[i] for i in range(len(part)))]
     assert everything == [list(range(start, start + 11)) for start in range(0, 100, 10)]
     assert len(validation) == max(1, int(10 * fraction))
 
