@@ -46,8 +46,16 @@ class Resume:
     saved: Restorable
 
     @property
-    def iterators_were_open(self) -> bool:
-        """Whether the iterators of the epoch to go on with existed when the checkpoint was written."""
+    def first_iterators_were_open(self) -> bool:
+        """Whether the checkpoint was written before the first epoch, but after its iterators were made.
+
+        Lightning makes them before ``on_train_start``; those of later epochs after ``on_train_epoch_start``.
+        """
+        return self.point.epoch == 0 and self.epoch_was_opened
+
+    @property
+    def epoch_was_opened(self) -> bool:
+        """Whether iterators were made for the epoch to go on with."""
         start = self.saved.epoch_start
         return self.point.mid_epoch or (start is not None and start["epoch"] == self.point.epoch)
 
@@ -141,12 +149,12 @@ class ResumableFitLoop(FitLoop):
     def on_advance_start(self) -> None:
         """Start an epoch; the first one after a resume with the random state of the save."""
         if self.resume is not None and not self.resume.point.mid_epoch:
-            if self.resume.iterators_were_open:
+            if self.resume.first_iterators_were_open:
                 self._reopen_epoch(self.resume)
             else:
                 self._prepare_next_epoch(self.resume)
             self.restore_rng(self.resume.saved.rng)
-            self._reload_as_before(self.resume.point.epoch)
+            self._reload_as_before(self.resume)
         super().on_advance_start()
 
     def teardown(self) -> None:
@@ -175,7 +183,7 @@ class ResumableFitLoop(FitLoop):
     def enter_resumed_epoch(self, resume: Resume) -> None:
         """Make the iterators of the first epoch after a resume, if ``on_advance_start`` has not."""
         if not resume.point.mid_epoch:
-            if not resume.iterators_were_open:
+            if not resume.first_iterators_were_open:
                 self.open_epoch()
             return
         if resume.point.exhausted:
@@ -207,21 +215,24 @@ class ResumableFitLoop(FitLoop):
         if resume.point.epoch == 0 and not resume.point.exhausted:
             return
         states = self._states_by_loader(resume)
-        batches = current(self.epoch_loop.batch_progress).processed
+        ended = resume.point.exhausted or not resume.epoch_was_opened
         for loader in self._loaders:
             if id(loader) in states:
-                begin_next_epoch(loader, states[id(loader)], exhausted=self._is_exhausted(loader, batches))
+                exhausted = ended and self._is_exhausted(loader)
+                begin_next_epoch(loader, states[id(loader)], exhausted=exhausted)
             else:
                 ResumedLoader(loader, 0).keep_workers_alive()
 
-    def _reload_as_before(self, epoch: int) -> None:
-        """Let ``reload_dataloaders_every_n_epochs`` take effect where it did in the interrupted run."""
-        every = self.trainer.reload_dataloaders_every_n_epochs
-        if every and epoch > 0 and epoch % every == 0:
+    def _reload_as_before(self, resume: Resume) -> None:
+        """Let ``reload_dataloaders_every_n_epochs`` take effect where it would have in the interrupted run."""
+        every = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set in a connector
+        epoch = resume.point.epoch
+        if every and epoch > 0 and epoch % every == 0 and not resume.epoch_was_opened:
             self._last_train_dl_reload_epoch = float("-inf")
 
-    def _is_exhausted(self, loader: Any, batches: int) -> bool:
-        length = sized_len(loader)
+    def _is_exhausted(self, loader: Any) -> bool:
+        """Whether the last epoch used the whole loader, rather than ending at ``limit_train_batches``."""
+        batches, length = current(self.epoch_loop.batch_progress).processed, sized_len(loader)
         return batches < self.max_batches if length is None else batches >= length
 
     def _states_by_loader(self, resume: Resume) -> dict[int, Any]:

@@ -225,6 +225,7 @@ class Crash(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 def test_several_crashes_in_a_row(tmp_path: Path) -> None:
     """With Lightning's own checkpoint callback; each run resumes from what the one before left."""
     whole, _ = uninterrupted("random", "plain")
@@ -430,14 +431,17 @@ class Metered(Net):
 @pytest.mark.parametrize("point", POINTS)
 def test_averages_over_an_epoch_cover_all_of_it(point: str, tmp_path: Path) -> None:
     save = SaveAt(tmp_path / "a.ckpt", *POINTS[point])
-    stop = {"monitor": "manual_mean", "patience": 20, "check_on_train_epoch_end": True}
-    options = {"val_check_interval": 3}
-    whole = fit(LOADERS["random"](), make=Metered, callbacks=[EarlyStopping(**stop), save], **options)
+
+    def stop() -> EarlyStopping:
+        return EarlyStopping("manual_mean", patience=20, check_on_train_epoch_end=True)
+
+    options: dict[str, Any] = {"val_check_interval": 3}
+    whole = fit(LOADERS["random"](), make=Metered, callbacks=[stop(), save], **options)
     resumed = fit(
         LOADERS["random"](),
         seed=99,
         make=Metered,
-        callbacks=[EarlyStopping(**stop)],
+        callbacks=[stop()],
         ckpt_path=save.path,
         **options,
     )
