@@ -153,12 +153,12 @@ def pre_backward_hook(module: FSDPModule) -> Callable[[Tensor], Tensor]:
     return hook
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One dimension over all ranks of `mesh`, reachable as `root_mesh[name]`.
+def split_mesh(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The same ranks with dimension `dim` cut into several, over new process groups.
 
-    The method is named in the documentation of `DeviceMesh` but still carries an underscore.
+    Described in torch's documentation of `DeviceMesh`, but the method still carries an underscore.
     """
-    return mesh._flatten(name)
+    return mesh._unflatten(dim, sizes, names)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:

@@ -27,7 +27,7 @@ from lightning_resilience.errors import ConfigurationError, ShardingError
 from lightning_resilience.precision import ShardedPrecision, sharded_precision
 from lightning_resilience.registry import register
 from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
-from lightning_resilience.sharding.mesh import build_mesh, plan_mesh
+from lightning_resilience.sharding.mesh import Meshes, build_meshes, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
 from lightning_resilience.sharding.root_forward import RootForward
 from lightning_resilience.sharding.shard import (
@@ -115,6 +115,7 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
         self._steps = RootForward()
+        self._meshes: Meshes | None = None
         self._mesh_group: dist.ProcessGroup | None = None
 
     # --- set-up --------------------------------------------------------------------------------------------
@@ -134,9 +135,10 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
     def setup_environment(self) -> None:
         plan = plan_mesh(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
         self._setup_distributed()
-        if self._device_mesh is None or self._mesh_group is not dist.group.WORLD:
-            self._device_mesh = build_mesh(plan, self.root_device.type)
+        if self._meshes is None or self._mesh_group is not dist.group.WORLD:
+            self._meshes = build_meshes(plan, self.root_device.type)
             self._mesh_group = dist.group.WORLD
+        self._device_mesh = self._meshes.job
         assert self.lightning_module is not None
         _lightning.publish_mesh(self.lightning_module, self._device_mesh)
 
@@ -167,10 +169,11 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         if is_sharded(module):
             self._adopt(module)
             return
+        assert self._meshes is not None
         shard_model(
             module,
             self.options,
-            mesh=self.device_mesh,
+            meshes=self._meshes,
             device=self.root_device,
             mixed_precision=self.precision_plugin.policy,
         )

@@ -41,8 +41,8 @@ def synchronize_replicas(model: Module, mesh: DeviceMesh) -> None:
 
 def move_all_but_parameters(model: Module, device: torch.device) -> None:
     """Bring buffers, and modules that keep tensors in other ways, such as metrics, to `device`."""
-    for buffer in model.buffers(recurse=False):
-        buffer.data = buffer.data.to(device)
+    for name, buffer in model.named_buffers(recurse=False):
+        model._buffers[name] = buffer.to(device)
     for child in model.children():
         if next(child.parameters(), None) is None:
             child.to(device)

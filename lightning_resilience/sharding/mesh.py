@@ -1,6 +1,6 @@
 """The device mesh: which ranks hold replicas, which hold shards, which compute one layer together.
 
-`plan_mesh` decides the sizes and touches nothing; `build_mesh` makes the process groups.
+`plan_mesh` decides the sizes and touches nothing; `build_meshes` makes the process groups.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_resilience._torch import flatten_mesh
+from lightning_resilience._torch import split_mesh
 from lightning_resilience.errors import ConfigurationError
 from lightning_resilience.sharding.options import ShardingOptions
 
@@ -54,18 +54,19 @@ def plan_mesh(options: ShardingOptions, *, world_size: int, num_nodes: int) -> M
     return MeshPlan(replicas=replicas, shards=shards, tensor_parallel=tensor_parallel)
 
 
-def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """The mesh of the whole job. It always answers to "data_parallel" and "tensor_parallel"."""
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """`job` has all ranks, under Lightning's names; `sharding` is the part that `fully_shard` works on."""
+
+    job: DeviceMesh
+    sharding: DeviceMesh
+
+
+def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
+    """Make the process groups of a plan. Collective: every rank of the job takes part."""
+    sizes = ((plan.replicas or 1) * plan.shards, plan.tensor_parallel)
+    job = init_device_mesh(device_type, sizes, mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL))
     if plan.replicas is None:
-        names = (DATA_PARALLEL, TENSOR_PARALLEL)
-        return init_device_mesh(device_type, (plan.shards, plan.tensor_parallel), mesh_dim_names=names)
-    sizes = (plan.replicas, plan.shards, plan.tensor_parallel)
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(_REPLICATE, _SHARD, TENSOR_PARALLEL))
-    flatten_mesh(mesh[_REPLICATE, _SHARD], DATA_PARALLEL)
-    return mesh
-
-
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of a mesh from `build_mesh` that `fully_shard` works on."""
-    hybrid = _REPLICATE in (mesh.mesh_dim_names or ())
-    return mesh[_REPLICATE, _SHARD] if hybrid else mesh[DATA_PARALLEL]
+        return Meshes(job=job, sharding=job[DATA_PARALLEL])
+    split = split_mesh(job, 0, (plan.replicas, plan.shards), (_REPLICATE, _SHARD))
+    return Meshes(job=job, sharding=split[_REPLICATE, _SHARD])

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_resilience._torch import is_gathered, map_tensors, put_back_shards, sharded_parameters
 from lightning_resilience.errors import ShardingError
 from lightning_resilience.sharding.initialize import initialize, unsharded_modules
-from lightning_resilience.sharding.mesh import DATA_PARALLEL, sharding_mesh
+from lightning_resilience.sharding.mesh import DATA_PARALLEL, Meshes
 from lightning_resilience.sharding.options import ShardingOptions
 from lightning_resilience.sharding.scalars import average_gradients, is_averaged, scalar_parameters
 from lightning_resilience.sharding.wrapping import select_modules, without_split_ties
@@ -37,7 +37,7 @@ def shard_model(
     model: Module,
     options: ShardingOptions,
     *,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     device: torch.device,
     mixed_precision: MixedPrecisionPolicy,
 ) -> None:
@@ -46,7 +46,7 @@ def shard_model(
     Args:
         model: A model without any FSDP module. Its tensors may be on any device, the meta device included.
         options: What to wrap and how.
-        mesh: The mesh of the job, from `build_mesh`.
+        meshes: From `build_meshes`.
         device: Where to compute.
         mixed_precision: Data types inside the units. The model itself does not cast the arguments of its
             forward, so that targets keep their precision; the layers it manages cast theirs.
@@ -60,10 +60,10 @@ def shard_model(
         checkpoint_activations(module)
 
     def shard(module: Module, policy: MixedPrecisionPolicy) -> None:
-        initialize(module, device, mesh, synchronize=options.sync_module_states)
+        initialize(module, device, meshes.job, synchronize=options.sync_module_states)
         fully_shard(
             module,
-            mesh=sharding_mesh(mesh),
+            mesh=meshes.sharding,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=policy,
             offload_policy=_offload_policy(options, device),
@@ -74,7 +74,7 @@ def shard_model(
         shard(unit, mixed_precision)
     cast_inputs_of_layers(model, mixed_precision.param_dtype)
     shard(model, _without_input_cast(mixed_precision))
-    average_gradients(scalar_parameters(model), model, mesh)
+    average_gradients(scalar_parameters(model), model, meshes.job)
     model.__dict__[_SHARDED_WITH] = (options, mixed_precision)
 
 
