@@ -19,6 +19,12 @@ from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -30,12 +36,14 @@ __all__ = [
     "ProcessedTracker",
     "Progress",
     "RestartStage",
+    "ResultCollection",
+    "ResultMetric",
     "TrainingEpochLoop",
     "sized_len",
 ]
 
 # --- exact resume (data/) ----------------------------------------------------------------------------------
-# Lightning 2.6.6. The loops are private since 2.0 and have no other seam through which a run could be continued
+# Lightning 2.6.6. The loops are private since 2.0 and have no other seam through which a run could go on
 # exactly: https://github.com/Lightning-AI/pytorch-lightning/tree/2.6.6/src/lightning/pytorch/loops
 
 FitLoop = _FitLoop
@@ -44,10 +52,12 @@ DataFetcher = _DataFetcher
 PrefetchDataFetcher = _PrefetchDataFetcher
 Progress = _Progress
 ProcessedTracker = _ProcessedTracker
+ResultCollection = _ResultCollection
+ResultMetric = _ResultMetric
 
 
 def current(progress: Progress) -> ProcessedTracker:
-    """The counts of batches or epochs of the current run; Lightning declares a base class that lacks two of them."""
+    """The counts of the current run of a loop; Lightning declares a base class that lacks two of them."""
     return cast(ProcessedTracker, progress.current)
 
 
@@ -68,6 +78,27 @@ def set_sampler_epoch(loaders: Iterable[Any], epoch: int) -> None:
     """Tell the samplers of ``loaders`` which epoch comes next, as Lightning itself does."""
     for loader in loaders:
         _set_sampler_epoch(loader, epoch)
+
+
+def result_metric(
+    trainer: Trainer, options: dict[str, Any], sync: dict[str, Any], *, is_tensor: bool
+) -> ResultMetric:
+    """An empty accumulator, equal in its options to the one that ``LightningModule.log`` would make.
+
+    Args:
+        trainer: the trainer of the module that logs.
+        options: fields of ``_Metadata``, ``reduce_fx`` by its name.
+        sync: fields of ``_Sync``.
+        is_tensor: whether plain values are logged, rather than a torchmetrics object.
+    """
+    metadata = _Metadata(**options)
+    metadata.sync = _Sync(fn=trainer.strategy.reduce, **sync)
+    return _ResultMetric(metadata, is_tensor)
+
+
+def mark_epoch_begun(trainer: Trainer) -> None:
+    """Tell the logging code that this epoch has had a batch; at the first it would empty all accumulators."""
+    trainer._logger_connector._first_loop_iter = True
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
         return progress.is_last_batch and 0 < progress.current.ready == progress.current.completed
 
     def rng_before_validation(self) -> RngState | None:
-        """Random state before the validation that is running: a validation cut short is run again as a whole."""
+        """Random state before the validation that is running; cut short, it will run again as a whole."""
         return None if self.validation_is_over() else self._rng_before_validation
 
     def capture_epoch_metrics(self) -> EpochMetrics:
@@ -54,7 +54,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
     # --- going on
 
     def settle_progress(self, point: ResumePoint) -> None:
-        """Make the counters agree with ``point``: a batch in flight does not count, a batch at its end does."""
+        """Make the counters agree with ``point``: a batch at its end counts, one in flight does not."""
         counted = current(self.batch_progress)
         in_flight = counted.ready > counted.processed
         settle(self.batch_progress)
@@ -70,7 +70,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
             super().reset()
 
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
-        """Make the iterators of this epoch and, after a resume, end the batch after which the run was interrupted."""
+        """Make the iterators of this epoch; after a resume, end the batch at which the run was interrupted."""
         resume = self._resume
         if resume is None:
             if self.trainer.current_epoch > 0 and not self.trainer.fit_loop.is_resuming:
@@ -97,7 +97,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
         self._rng_before_validation = self._counts_before_validation = None
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Step the schedulers, except those that wait for a metric that the checkpoint did not bring along."""
+        """Step the schedulers, except those that need a metric which the checkpoint did not bring along."""
         if not (update_plateau_schedulers and self._plateau_metrics_unknown):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 

@@ -1,4 +1,4 @@
-"""Parts that stand between the training loop and its loaders: one that loads nothing, one that looks ahead."""
+"""What stands between the training loop and its loaders: a loader that is idle, a fetcher that looks ahead."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class LaggingFetcher(PrefetchDataFetcher):
         self.states: list[Any] | None = None
 
     def __next__(self) -> Any:
-        # The batch handed out now was drawn before; the loaders move on in the call below. A copy, because a loader
-        # may answer with an object that it goes on to change.
+        # The batch handed out now was drawn before; the loaders move on in the call below. A copy, because a
+        # loader may answer with an object that it goes on to change.
         self.states = copy.deepcopy(self.combined_loader._state_dicts())
         return super().__next__()
 

@@ -3,7 +3,7 @@
 Without a checkpoint it does what Lightning's own loop does, in the same order. With one:
 
 1. ``setup_data`` prepares the loaders but makes no iterators yet;
-2. the loaded counters are read as a :class:`~lightning_resilience.data.resume_point.ResumePoint` and tidied up;
+2. the loaded counters are read as a ``ResumePoint`` (see ``resume_point.py``) and tidied up;
 3. the training epoch begins: random state as at the start of that epoch, sampler epoch, iterators, skip;
 4. random state as at the save; then what the interrupted run still had to do; then the next batch.
 """
@@ -194,7 +194,7 @@ class ResumableFitLoop(FitLoop):
         self.restore_rng(resume.saved.rng)
 
     def _reopen_epoch(self, resume: Resume) -> None:
-        """Repeat what made the iterators of a started epoch, then go to the position in it without training."""
+        """Repeat what made the iterators of a started epoch, then go to the position in it."""
         point, start = resume.point, resume.saved.epoch_start
         states = self._states_by_loader(resume) if point.batches else {}
         loaders = [ResumedLoader(dl, point.batches, states.get(id(dl))) for dl in self._loaders]
@@ -240,8 +240,8 @@ class ResumableFitLoop(FitLoop):
         states = resume.saved.loaders
         if states and len(states) != len(stateful):
             raise LoadError(
-                f"The checkpoint holds the states of {len(states)} training data loaders, but {len(stateful)} of the"
-                " present ones can load a state. Use the loaders that the checkpoint was written with."
+                f"The checkpoint holds the states of {len(states)} training data loaders, but {len(stateful)} of"
+                " the present ones can load a state. Use the loaders that the checkpoint was written with."
             )
         return {id(loader): state for loader, state in zip(stateful, states, strict=False)}
 
@@ -346,7 +346,7 @@ def install(trainer: Trainer) -> None:
     if type(old) is not FitLoop or type(old.epoch_loop) is not TrainingEpochLoop:
         raise ConfigurationError(
             f"The trainer has a fit loop of type {type(old).__name__} with an epoch loop of type"
-            f" {type(old.epoch_loop).__name__}. Exact resume needs Lightning's own loops; remove the custom ones."
+            f" {type(old.epoch_loop).__name__}. Exact resume needs Lightning's own loops; remove custom ones."
         )
     loop = ResumableFitLoop(trainer, old.min_epochs, old.max_epochs)
     epoch_loop = ResumableEpochLoop(trainer, old.min_steps, old.max_steps)
@@ -360,6 +360,6 @@ def installed_loop(trainer: Trainer) -> ResumableFitLoop:
     """The loop that :func:`install` gave to ``trainer``."""
     if not isinstance(trainer.fit_loop, ResumableFitLoop):
         raise ConfigurationError(
-            "The trainer's fit loop cannot resume exactly; call lightning_resilience.data.install(trainer) first."
+            "The trainer's fit loop cannot resume exactly. Call lightning_resilience.data.install(trainer) before."
         )
     return trainer.fit_loop

@@ -87,8 +87,8 @@ class ResumedLoader:
     def keep_workers_alive(self) -> None:
         """Start persistent workers without giving them work, as if an earlier epoch had started them.
 
-        A first pass draws a seed for its workers, later passes with the same workers do not; a resumed epoch must
-        draw what the same epoch drew in the run before.
+        A first pass draws a seed for its workers, later passes with the same workers do not; a resumed epoch
+        must draw what the same epoch drew in the run before.
         """
         if self._sampler is not None and _has_persistent_workers(self.loader):
             self._iterate(len(self._sampler))
@@ -119,10 +119,10 @@ class ResumedLoader:
 
 
 def begin_next_epoch(loader: Any, state: Any, *, exhausted: bool) -> None:
-    """Bring a stateful loader to the end of the epoch in which ``state`` was taken; its next pass is a new epoch.
+    """Bring a stateful loader to the end of the epoch in which ``state`` was taken; its next pass is a new one.
 
-    Loading a state makes the next pass continue from it, so that pass is begun here and given up. A loader that
-    answers an exhausted state with the batches of the next epoch gets its state once more instead.
+    Loading a state makes the next pass continue from it, so that pass is begun here and given up. A loader
+    that answers an exhausted state with the batches of the next epoch gets its state once more instead.
     """
     nothing = object()
     loader.load_state_dict(state)
@@ -133,7 +133,7 @@ def begin_next_epoch(loader: Any, state: Any, *, exhausted: bool) -> None:
 
 def is_stateful(loader: Any) -> bool:
     """Whether a loader can say where it is and be put there."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def skips_without_loading(loader: Any) -> bool:
@@ -173,7 +173,7 @@ def _has_persistent_workers(loader: DataLoader[Any]) -> bool:
 
 @contextmanager
 def _sampler_replaced(loader: DataLoader[Any], sampler: _SkippingSampler) -> Iterator[None]:
-    """A ``DataLoader`` hands its sampler to its iterator when that is made, so it can be replaced for that moment.
+    """A ``DataLoader`` hands its sampler to its iterator when that is made; it is replaced for that moment.
 
     ``object.__setattr__`` because a ``DataLoader`` refuses to change its sampler after its construction.
     """
@@ -188,8 +188,8 @@ def _sampler_replaced(loader: DataLoader[Any], sampler: _SkippingSampler) -> Ite
 
 def _warn_about_cost(loader: Any, count: int) -> None:
     warnings.warn(
-        f"Resuming: {count} batches of {type(loader).__name__} are loaded again and dropped, because it has no"
-        " state_dict()/load_state_dict() and no sampler that could skip. This takes as long as loading them took the"
-        " first time. A loader with these two methods, or a map-style dataset, resumes at once.",
+        f"Resuming: {count} batches of {type(loader).__name__} are loaded again and dropped, because it has"
+        " no state_dict()/load_state_dict() and no sampler that could skip. This takes as long as loading them"
+        " took the first time. A loader with these two methods, or a map-style dataset, resumes at once.",
         stacklevel=2,
     )

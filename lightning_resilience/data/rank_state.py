@@ -1,7 +1,7 @@
-"""What each rank adds to a checkpoint so that the run can go on exactly, and what it does with it on the way back.
+"""What each rank adds to a checkpoint so that the run can go on exactly, and what becomes of it on a resume.
 
-The rest of the position (epoch, batch, optimizer steps) is the same on all ranks and is part of every Lightning
-checkpoint already.
+The rest of the position (epoch, batch, optimizer steps) is the same on all ranks and part of every Lightning
+checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EpochStart(TypedDict):
 
 
 class RankState(TypedDict):
-    """State of one rank at a save. Everything but ``loaders`` can be read by ``torch.load(weights_only=True)``."""
+    """State of one rank at a save. All but ``loaders`` can be read by ``torch.load(weights_only=True)``."""
 
     rank: int
     world_size: int
@@ -87,7 +87,7 @@ def capture_rank_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def stash_rank_state(trainer: Trainer, state: dict[str, Any] | None) -> None:
-    """Keep this rank's part of a loaded checkpoint until the fit loop runs. Call whenever a checkpoint is loaded.
+    """Keep this rank's part of a checkpoint until the fit loop runs. Call whenever a checkpoint is loaded.
 
     Args:
         trainer: the trainer that loads the checkpoint.

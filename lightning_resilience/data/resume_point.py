@@ -1,8 +1,8 @@
 """Where in the training loop a checkpoint was written, read from the loop's own counters.
 
-Pure: counters in, a :class:`ResumePoint` out. Lightning counts each batch and each epoch four times, as ``ready``,
-``started``, ``processed`` and ``completed``, and raises these in this order; which of them are ahead of the others
-tells the hook in which the checkpoint was written. This works for checkpoints of stock Lightning too.
+Pure: counters in, a :class:`ResumePoint` out. Lightning counts each batch and each epoch four times, as
+``ready``, ``started``, ``processed`` and ``completed``, and raises these in this order; which of them are ahead
+of the others tells the hook in which the checkpoint was written. Checkpoints of stock Lightning have them too.
 """
 
 from __future__ import annotations

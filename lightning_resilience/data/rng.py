@@ -1,8 +1,8 @@
 """All random number generators of this process as one plain value, and back.
 
-Covered: Python ``random``, NumPy's global generator (if NumPy is imported), torch on CPU, torch on the current
-CUDA device (if CUDA is in use), and any ``torch.Generator`` that the caller names. The value holds only tensors,
-numbers, strings, lists, tuples and dicts, so ``torch.load(weights_only=True)`` reads it back.
+Covered: Python ``random``, NumPy's global generator (if NumPy is imported), torch on CPU, torch on the
+current CUDA device (if CUDA is in use), and any ``torch.Generator`` that the caller names. The value holds only
+tensors, numbers, strings, lists, tuples and dicts, so ``torch.load(weights_only=True)`` reads it back.
 """
 
 from __future__ import annotations
