@@ -323,6 +323,16 @@ def test_a_step_runs_with_the_root_gathered_and_forward_untouched() -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_the_root_is_called_with_an_argument() -> None:
+    """`FSDPState._root_pre_forward` of torch 2.11 indexes into the arguments it has moved to a CUDA device."""
+    model = sharded(Model())
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    RootForward().run(model, lambda: None)
+    assert seen == [1]
+
+
+@pytest.mark.usefixtures("world_of_one")
 def test_forward_and_hooks_are_put_back_after_an_error() -> None:
     model = sharded(Model())
     before = (list(model._forward_pre_hooks), list(model._forward_hooks))
