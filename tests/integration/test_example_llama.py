@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama"
 def run(script: str, *arguments: str, folder: Path) -> str:
     """Run a script of the example to its end; returns what it printed."""
     command = [sys.executable, str(EXAMPLE / script), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # more spin, and are very slow, when the machine is busy
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 

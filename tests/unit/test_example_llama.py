@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torchmetrics.text import Perplexity as ReferencePerplexity
+from transformers import PreTrainedTokenizerFast
 
 from examples.llama.data import (
     END_OF_FILE,
@@ -152,6 +156,23 @@ def test_a_model_from_the_meta_device_starts_like_any_other() -> None:
         assert tensor.shape == expected.shape, name
         torch.testing.assert_close(tensor.float().std(), expected.float().std(), rtol=0.1, atol=1e-6, msg=name)
         torch.testing.assert_close(tensor.float().mean(), expected.float().mean(), rtol=0, atol=5e-3, msg=name)
+
+
+def test_pretrained_weights_and_their_tokenizer(text: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "pretrained")
+    original = LlamaModule()
+    original.configure_model()
+    original.model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<unk>": 0, "bb": 1, "<end>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer_class: Any = PreTrainedTokenizerFast  # its constructor has no types
+    tokenizer_class(tokenizer_object=words, eos_token="<end>", unk_token="<unk>").save_pretrained(folder)
+    loaded = LlamaModule(pretrained=folder)
+    with torch.device("meta"):  # as a strategy may ask
+        loaded.configure_model()
+    expected = dict(_tensors(original))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in _tensors(loaded))
+    assert read_tokens(text / "b.py", "*.py", 1000, tokenizer=folder).tolist() == [1, 2]
 
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
