@@ -73,14 +73,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plateau_step": {"scheduler": "plateau_step", "val_check_interval": 2},
     "reload": {"reload_dataloaders_every_n_epochs": 1},
 }
-SAVE_OFTEN = ["random", "unsized_stateful"]  # with these, each option; with the other loaders, the plain one
+CASES = [
+    *((loader, "plain", point) for loader in LOADERS for point in POINTS),
+    *(("random", options, point) for options in OPTIONS if options != "plain" for point in POINTS),
+    *(("unsized_stateful", options, "mid_epoch") for options in OPTIONS if options != "plain"),
+    *(("persistent", options, "last_batch") for options in ("limited", "reload")),
+]
 
 _checkpoints = TemporaryDirectory(prefix="exact-resume-")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_checkpoints() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are too small to be worth more
     yield
+    torch.set_num_threads(threads)
     uninterrupted.cache_clear()
     _checkpoints.cleanup()
 
@@ -114,11 +122,7 @@ def assert_continues(resumed: Run, whole: Run, after: int | None) -> None:
 
 @costs
 @impatient
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(
-    ("loader", "options"),
-    [(loader, "plain") for loader in LOADERS] + [(loader, o) for loader in SAVE_OFTEN for o in OPTIONS if o != "plain"],
-)
+@pytest.mark.parametrize(("loader", "options", "point"), CASES)
 def test_resumed_run_equals_uninterrupted_run(loader: str, options: str, point: str) -> None:
     whole, saves = uninterrupted(loader, options)
     resumed = fit(LOADERS[loader](), seed=99, ckpt_path=saves[point].path, **OPTIONS[options])
