@@ -166,17 +166,13 @@ class Demo:
 
     def _first_run(self) -> None:
         with running(self._command, self._folder / "first.out") as job:
-            for _event in follow(job, self._log, self._show):
-                if self._time_to_kill():
+            for event in follow(job, self._log, self._show):
+                if event["event"] == "step" and event["step"] >= self._options.kill_at:
                     count = job.kill()
                     self._jobs.append(job)
                     self._console.print(f"  [bold red]SIGKILL[/] to all {count} processes of the job")
                     return
         raise DemoFailed("the first run ended before it was killed: give more --steps")
-
-    def _time_to_kill(self) -> bool:
-        events = read_events(self._log)
-        return any(event["step"] >= self._options.kill_at for event in events if event["event"] == "step")
 
     def _second_run(self) -> None:
         with running(self._command, self._folder / "second.out") as job:
