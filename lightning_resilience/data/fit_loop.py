@@ -10,6 +10,7 @@ Without a checkpoint it does what Lightning's own loop does, in the same order. 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -81,7 +82,7 @@ class ResumableFitLoop(FitLoop):
             "rank": self.trainer.global_rank,
             "world_size": self.trainer.world_size,
             "rng": self.epoch_loop.rng_before_validation() or self.capture_rng(),
-            "epoch_start": self._epoch_start,
+            "epoch_start": copy.copy(self._epoch_start),  # it is completed later; the save may be written later too
             "loaders": self._loader_states(),
             "metrics": {name: value.cpu() for name, value in callback_metrics(self.trainer).items()},
             "epoch_metrics": self.epoch_loop.capture_epoch_metrics(),
