@@ -40,7 +40,7 @@ from lightning_resilience.checkpoint.layout import (
 from lightning_resilience.checkpoint.messages import FileImage, Remove, Save
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.writer import WriterClient
-from lightning_resilience.errors import SaveError
+from lightning_resilience.errors import SaveError, WriterError
 
 log = logging.getLogger(__name__)
 
@@ -165,16 +165,9 @@ class CheckpointEngine:
             SaveError: It cannot be taken.
         """
         began = time.monotonic()
-        size = _content_bytes(content) + _SLACK
-        while True:
-            slot = self._take_slot(size)
-            try:
-                file = staging.SlotFile(slot)
-                with without_crc():
-                    torch.save(content, file)  # type: ignore[arg-type]  # write is all it needs
-                break
-            except staging.SlotFullError:
-                size = 2 * slot.memory.numel()
+        slot, file = self._stage_file(content, _content_bytes(content) + _SLACK)
+        if not file.fits:  # something big that is not a tensor
+            slot, file = self._stage_file(content, file.size)
         image = FileImage("", slot.offset, file.size)
         self._submit(slot, path, step, _new_attempt(), [image], began, world_size=1)
 
@@ -211,6 +204,13 @@ class CheckpointEngine:
             )
         if (history := self.history) and history[-1].error:
             raise SaveError(f"the last checkpoint, {history[-1].path}, was not saved: {history[-1].error}")
+
+    def _stage_file(self, content: object, nbytes: int) -> tuple[Slot, staging.SlotFile]:
+        slot = self._take_slot(nbytes)
+        file = staging.SlotFile(slot)
+        with without_crc():
+            torch.save(content, file)  # type: ignore[arg-type]  # write is all it needs
+        return slot, file
 
     def _agree(self, path: str, leaves: Sequence[Leaf]) -> tuple[str, str, _Plan]:
         key = signature(leaves)
@@ -301,7 +301,11 @@ class CheckpointEngine:
         staged = sum(image.size for image in images)
         with self._lock:
             self._reports[save.id] = SaveReport(path, step, staged, time.monotonic() - began)
-        self._writer.submit(save, lambda error: self._on_done(save.id, began, error))
+        try:
+            self._writer.submit(save, lambda error: self._on_done(save.id, began, error))
+        except WriterError as error:
+            self._on_done(save.id, began, str(error))
+            raise
 
     def _on_done(self, request_id: int, began: float, error: str) -> None:
         seconds = time.monotonic() - began

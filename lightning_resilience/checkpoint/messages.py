@@ -57,6 +57,8 @@ class Save(Message):
         world_size: How many ranks' records make the checkpoint complete.
         files: The images; a single one with an empty name is a checkpoint that is one file.
         deadline_s: Seconds after which the save counts as failed.
+        staged: Whether the images still lie in the arena. False when an earlier writer had answered
+            :class:`Written`: by now their place may hold another state, and only the commit is left to do.
     """
 
     kind: ClassVar[str] = "save"
@@ -68,6 +70,7 @@ class Save(Message):
     world_size: int
     files: tuple[FileImage, ...]
     deadline_s: float
+    staged: bool = True
 
 
 @dataclass(frozen=True)

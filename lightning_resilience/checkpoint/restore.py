@@ -147,14 +147,17 @@ def _make_state(
     state: dict[str, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}
     for way, name in by_path.items():
-        if way[:2] != (root, "state") or str(way[2]) not in parameters:
+        if way[:2] != (root, "state") or len(way) < 4 or str(way[2]) not in parameters:
             continue
         shape = reader.tensor_shape(name)
         if shape is None:
             value = reader.value(name, trust)
         else:
             value = tensors[name] = _empty(shape, reader.dtype(name), like=parameters[str(way[2])])
-        state.setdefault(str(way[2]), {})[str(way[3])] = value
+        entry: dict[Any, Any] = state.setdefault(str(way[2]), {})
+        for key in way[3:-1]:
+            entry = entry.setdefault(key, {})
+        entry[way[-1]] = value
     return state, tensors
 
 

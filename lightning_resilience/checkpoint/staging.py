@@ -6,6 +6,7 @@ writer only has to move them to storage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +55,10 @@ class Slot:
             data = chunk.start + len(cover.prefix)
             self.put(chunk.start, cover.prefix)
             self.put(data + cover.nbytes, cover.suffix)
-            self.destinations.append(self.memory[data : data + cover.nbytes].view(dtype).view(chunk.shape))
+            self.destinations.append(self._room(data, dtype, chunk.shape) if cover.nbytes else torch.empty(chunk.shape))
+
+    def _room(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def put(self, position: int, data: bytes) -> None:
         """Copy a few bytes to a position of the slot."""
@@ -117,32 +121,28 @@ def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 class SlotFile:
-    """A file to ``torch.save`` into a slot.
-
-    Raises:
-        SlotFullError: On writing more than the slot holds.
-    """
+    """A file to ``torch.save`` into a slot. What does not fit is counted and dropped: look at ``fits``."""
 
     def __init__(self, slot: Slot) -> None:
         slot.layout = None  # its envelopes are overwritten
         self._memory = slot.bytes
         self.size = 0
 
+    @property
+    def fits(self) -> bool:
+        """Whether everything that was written is there."""
+        return self.size <= len(self._memory)
+
     def write(self, data: bytes) -> int:
         """Append; one copy, at memory speed."""
         view = memoryview(data).cast("B")
-        if self.size + len(view) > len(self._memory):
-            raise SlotFullError
-        self._memory[self.size : self.size + len(view)] = view
+        if self.size + len(view) <= len(self._memory):
+            self._memory[self.size : self.size + len(view)] = view
         self.size += len(view)
         return len(view)
 
     def flush(self) -> None:
         """Nothing is buffered."""
-
-
-class SlotFullError(Exception):
-    """The slot is too small for the file; internal, the engine gets a bigger one."""
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

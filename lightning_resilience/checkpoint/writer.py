@@ -7,6 +7,7 @@ are still in the arena, and a request that was already committed answers at once
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_resilience.checkpoint.messages import (
@@ -120,14 +121,18 @@ class WriterClient:
         with self._state.changed:
             self._state.closing = True
             self._send(Stop())
-        self._connection.shutdown(socket.SHUT_WR)
-        if finished:
-            self._process.wait()
-        else:
-            self._connection.shutdown(socket.SHUT_RDWR)
+            if not finished:
+                self._hang_up()
         self._listener.join()
         self._connection.close()
+        if finished:
+            self._process.wait()
         return finished
+
+    def _hang_up(self) -> None:
+        """End the connection: to the writer it looks as if the rank were gone."""
+        with contextlib.suppress(OSError):  # the writer may have been given up already
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         with self._state.changed:
@@ -218,7 +223,8 @@ class WriterClient:
         if self._arena is not None:
             self._send(Attach(self._arena))
         for request in requests:
-            self._send(request.message)
+            message = request.message
+            self._send(replace(message, staged=not request.written) if isinstance(message, Save) else message)
 
 
 def _start_process(fd: int) -> subprocess.Popen[bytes]:

@@ -155,16 +155,16 @@ class Writer:
         self._arena = Arena(path)
 
     def _save(self, request: Save) -> None:
-        write = self._write_file if request.files[0].name == "" else self._write_shard
-        error = ""
+        one_file = request.files[0].name == ""
         try:
-            if not is_committed(request):
-                write(request)
-        except OSError as caught:
-            error = explain(caught)
+            if request.staged and not is_committed(request):
+                (self._write_file if one_file else self._write_shard)(request)
+        except OSError as error:
+            self._finish(request, explain(error))
+            return
         self._link.send(Written(request.id))
-        if error or request.rank != 0 or request.files[0].name == "" or is_committed(request):
-            self._finish(request, error)
+        if one_file or request.rank != 0 or is_committed(request):
+            self._finish(request, "")
         else:
             self._in_order.append(Commit(request, time.monotonic()))
 
@@ -237,11 +237,11 @@ class Writer:
 
     def _finish(self, request: Save, error: str) -> None:
         self._last_save_failed = bool(error)
-        self._link.send(Done(request.id, error))
         if not error:
             postponed, self._postponed = self._postponed, []
             for path in postponed:
                 self._delete(path)
+        self._link.send(Done(request.id, error))
 
     def _remove(self, request: Remove) -> None:
         error = ""

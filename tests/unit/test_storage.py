@@ -1,0 +1,71 @@
+"""Files become durable whole, and replace what was there in one step."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from lightning_resilience.checkpoint import storage
+
+
+def test_the_digest_is_that_of_the_data(tmp_path: Path) -> None:
+    data = os.urandom(3 << 20)
+    digest = storage.write_durably(tmp_path / "a", memoryview(data))
+    assert (tmp_path / "a").read_bytes() == data
+    assert digest == xxhash.xxh3_64_hexdigest(data) == storage.digest_of(tmp_path / "a", len(data))
+
+
+def test_a_tail_replaces_what_is_held_back(tmp_path: Path) -> None:
+    storage.write_durably(tmp_path / "a", memoryview(b"abcdef"), tail=lambda digest: b"-end", held_back=2)
+    assert (tmp_path / "a").read_bytes() == b"abcd-end"
+
+
+def test_a_shorter_second_try_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    storage.write_durably(tmp_path / "a", memoryview(b"x" * 100))
+    storage.write_durably(tmp_path / "a", memoryview(b"short"))
+    assert (tmp_path / "a").read_bytes() == b"short"
+
+
+def a_directory(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(content)
+    return path
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["renameat2", "without renameat2"])
+@pytest.mark.parametrize("old", ["nothing", "directory", "file"])
+def test_put_in_place_replaces_whatever_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, exchanges: bool
+) -> None:
+    target = tmp_path / "target.ckpt"
+    if old == "directory":
+        a_directory(target, "old")
+    elif old == "file":
+        target.write_text("old")
+    if not exchanges:
+        monkeypatch.setattr(storage, "_exchange", lambda first, second: False)
+    storage.put_in_place(a_directory(tmp_path / ".attempt", "new"), target)
+    assert (target / "file").read_text() == "new"
+    assert os.listdir(tmp_path) == ["target.ckpt"]
+
+
+def test_an_error_of_the_exchange_is_not_swallowed(tmp_path: Path) -> None:
+    target = a_directory(tmp_path / "target", "old")
+    with pytest.raises(OSError, match="target") as caught:
+        storage.put_in_place(tmp_path / "missing", target)
+    assert caught.value.errno == errno.ENOENT
+    assert (target / "file").read_text() == "old"
+
+
+def test_delete_takes_directories_files_and_links(tmp_path: Path) -> None:
+    kept = a_directory(tmp_path / "kept", "kept")
+    (tmp_path / "link").symlink_to(kept)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "link", tmp_path / "file", a_directory(tmp_path / "gone", "")):
+        storage.delete(path)
+    assert os.listdir(tmp_path) == ["kept"]
+    assert (kept / "file").read_text() == "kept"
