@@ -52,8 +52,8 @@ class TinyLM(L.LightningModule):
         return out
 
     def loss(self, tokens: Tensor) -> Tensor:
+        penalty = self.embedding.weight.float().square().mean()  # the root's weight, before and outside any layer
         logits = self(tokens).float()
-        penalty = self.embedding.weight.float().square().mean()  # the root's weight, used outside any layer
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + 0.1 * penalty
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:

@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -222,18 +223,35 @@ def compiled_by_wrapping() -> dict[str, Any]:
     return {"weights_off": distance(weights, full(alone)), "units": units(model), "moved": moved(alone, TinyLM)}
 
 
+@contextmanager
+def counted(*names: str) -> Iterator[list[int]]:
+    """Calls of the first of these collectives that exists: torch 2.13 has renamed the ones that 2.11 uses."""
+    name = next(name for name in names if hasattr(dist, name))
+    collective, calls = getattr(dist, name), []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return collective(*args, **kwargs)
+
+    with mock.patch.object(dist, name, count):
+        yield calls
+
+
+@scenario
+def gathers() -> dict[str, Any]:
+    """How often a step gathers parameters: the root, and two blocks."""
+    result = {}
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        model = seeded(TinyLM)
+        with counted("all_gather_single", "all_gather_into_tensor") as calls:
+            trainer(ResilientFSDPStrategy(sharding_strategy=name)).fit(model, loader(tokens(STEPS)))
+        result[name] = len(calls) / STEPS
+    return result
+
+
 @scenario
 def gradient_accumulation() -> dict[str, Any]:
-    # torch 2.13 calls reduce_scatter_single, torch 2.11 reduce_scatter_tensor
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    reduce_scatter = getattr(dist, name)
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return reduce_scatter(*args, **kwargs)
-
-    with mock.patch.object(dist, name, counted):
+    with counted("reduce_scatter_single", "reduce_scatter_tensor") as calls:
         model, result = fit_and_compare(ResilientFSDPStrategy(), accumulate_grad_batches=2)
     return {**result, "reduce_scatters_per_update_and_unit": len(calls) / (STEPS // 2) / len(units(model))}
 
@@ -315,6 +333,7 @@ def replicas_start_equal() -> dict[str, Any]:
         model = seeded(TinyLM, seed=3 + dist.get_rank())
         trainer(strategy, max_steps=0).fit(model, loader(tokens(1)))
         results[f"{name}_off"] = distance(full(model), full(seeded(TinyLM)))
+        results[f"{name}_same"] = same_on_all_ranks(local(model))
     return results
 
 
@@ -361,6 +380,7 @@ def every_loop() -> dict[str, Any]:
     first = trainer(val_check_interval=2, num_sanity_val_steps=1)
     first.validate(model, loader(data), verbose=False)
     sharded_after_validate = all_sharded(model)
+    model(shards(data)[0][0])  # outside the trainer; leaves the root gathered
     first.fit(model, loader(data), loader(data))
     off = distance(full(model), full(alone))
     (tested,) = first.test(model, loader(data), verbose=False)
@@ -369,7 +389,6 @@ def every_loop() -> dict[str, Any]:
     theirs = alone(shards(data)[0][dist.get_rank()]).argmax(-1)
     second = trainer(max_epochs=2)
     second.fit(model, loader(data))
-    train_alone(alone, [])
     return {
         "sharded_after_validate": sharded_after_validate,
         "weights_off": off,

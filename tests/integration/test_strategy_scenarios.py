@@ -97,6 +97,11 @@ def test_compiled_blocks_are_units(name: str, result: Any) -> None:
     assert result["units"] == UNITS
 
 
+def test_gathers(result: Any) -> None:
+    """The root once; a block in forward and backward, or in forward alone."""
+    assert result == {"FULL_SHARD": 1 + 2 * 2, "SHARD_GRAD_OP": 1 + 2}
+
+
 def test_gradient_accumulation(result: Any) -> None:
     """Two micro-batches an update, and gradients travel once."""
     assert result["reduce_scatters_per_update_and_unit"] == 1
@@ -109,7 +114,9 @@ def test_equals_stock_strategy(result: Any) -> None:
 
 
 def test_replicas_start_equal(result: Any) -> None:
-    assert result == {"FULL_SHARD_off": 0.0, "NO_SHARD_off": 0.0}
+    assert result["FULL_SHARD_off"] == result["NO_SHARD_off"] == 0.0
+    assert result["NO_SHARD_same"]
+    assert not result["FULL_SHARD_same"]  # each rank has its own part
 
 
 def test_without_sync_replicas_differ(result: Any) -> None:

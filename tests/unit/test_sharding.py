@@ -271,6 +271,30 @@ def test_scalars_are_left_whole_and_get_gradients() -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_scalars_travel_only_when_gradients_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x) * self.scale
+            return out
+
+    model = sharded(Scale())
+    assert isinstance(model, FSDPModule)
+    calls: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: calls.append(1))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 1)).sum().backward()
+    assert calls == []
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 1)).sum().backward()
+    assert calls == [1]
+
+
+@pytest.mark.usefixtures("world_of_one")
 def test_mixed_precision_keeps_targets_and_casts_layers() -> None:
     seen: dict[str, torch.dtype] = {}
 
