@@ -99,7 +99,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if chosen.is_dir():
             raise MismatchedCheckpointError(
                 f"{chosen} is a sharded checkpoint, and this strategy reads single files. Use ResilientFSDPStrategy,"
-                f" or convert it: python -m lightning.pytorch.utilities.consolidate_checkpoint {chosen}"
+                f" or convert it: python -m lightning.fabric.utilities.consolidate_checkpoint {chosen}"
             )
         content: dict[str, Any] = load_archive(
             chosen, str(chosen), self.trusts(weights_only), map_location=map_location or "cpu"
@@ -219,9 +219,7 @@ def _refuse_options(storage_options: Any | None) -> None:
 
 def _at_least_one(slots: int) -> int:
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
-        raise ConfigurationError(
-            f"AsyncCheckpointIO(slots={slots!r}): how many states to stage at a time, 1 or more"
-        )
+        raise ConfigurationError(f"AsyncCheckpointIO(slots={slots!r}): how many states to stage at a time, 1 or more")
     return slots
 
 
@@ -236,4 +234,3 @@ def _falls_back(on_damage: str) -> bool:
     if on_damage not in ("previous", "raise"):
         raise ConfigurationError(f'AsyncCheckpointIO(on_damage={on_damage!r}): "previous" or "raise"')
     return on_damage == "previous"
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -22,7 +23,17 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("lightning-resilience")}
+    """Arenas that nobody holds any more; those of other jobs on this machine are in use."""
+    return {str(path) for path in Path("/dev/shm").glob("lightning-resilience-*") if _is_abandoned(path)}
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or gone by now
+        return False
+    return True
 
 
 def _threads() -> set[threading.Thread]:

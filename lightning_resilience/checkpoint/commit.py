@@ -98,6 +98,9 @@ class Commit:
         Raises:
             SaveError: The checkpoint cannot be completed; what was written is deleted.
         """
+        if self._is_decided():  # by a writer that was killed before it could rename
+            self._publish()
+            return True
         records = read_records(self.directory, self.request.world_size)
         failed = [f"rank {record.rank}: {record.error}" for record in records.values() if record.error]
         if failed:
@@ -135,9 +138,18 @@ class Commit:
             files=files,
         )
         storage.write_durably(self.directory / MANIFEST, memoryview(manifest.encode()))
-        for rank in range(self.request.world_size):
-            (self.directory / _RECORD.format(rank)).unlink()
-        (self.directory / OWNER).unlink()
+        self._publish()
+
+    def _is_decided(self) -> bool:
+        try:
+            return read_manifest(self.directory) is not None
+        except CheckpointError:  # half written: the records are still there
+            return False
+
+    def _publish(self) -> None:
+        """Everything is there and proven; take away the scaffolding and give it its name."""
+        for name in (*(_RECORD.format(rank) for rank in range(self.request.world_size)), OWNER):
+            (self.directory / name).unlink(missing_ok=True)
         storage.flush_directory(self.directory)
         storage.put_in_place(self.directory, self.path)
 

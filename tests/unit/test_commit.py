@@ -74,6 +74,22 @@ def test_an_orphan_waits_while_there_is_progress_and_gives_up_after_a_minute_of_
         pending.advance(99.5 + 20.0, orphaned=True)
 
 
+@pytest.mark.parametrize("when", ["manifest", "records gone", "half a manifest"])
+def test_a_coordinator_killed_while_it_commits_is_succeeded_by_another(tmp_path: Path, when: str) -> None:
+    for rank in (0, 1):
+        deliver(tmp_path, rank)
+    place = attempt_directory(tmp_path / "step=30.ckpt", "a1")
+    files = {f"__{rank}_0.distcp": FileRecord(4, "0" * 16) for rank in (0, 1)}
+    manifest = Manifest(30, 2, "a1", 1, files).encode()
+    (place / "manifest.json").write_bytes(manifest[:50] if when == "half a manifest" else manifest)
+    if when == "records gone":
+        (place / "rank_0.record").unlink()
+        (place / "owner.json").unlink()
+    assert Commit(a_save(tmp_path), now=0.0).advance(1.0, orphaned=False)
+    assert sorted(os.listdir(tmp_path / "step=30.ckpt")) == ["__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert is_committed(a_save(tmp_path))
+
+
 def test_two_attempts_at_one_path_do_not_mix(tmp_path: Path) -> None:
     for rank in (0, 1):
         deliver(tmp_path, rank, "a1")
