@@ -80,9 +80,7 @@ def set_sampler_epoch(loaders: Iterable[Any], epoch: int) -> None:
         _set_sampler_epoch(loader, epoch)
 
 
-def result_metric(
-    trainer: Trainer, options: dict[str, Any], sync: dict[str, Any], *, is_tensor: bool
-) -> ResultMetric:
+def result_metric(trainer: Trainer, options: dict[str, Any], sync: dict[str, Any], *, is_tensor: bool) -> ResultMetric:
     """An empty accumulator, equal in its options to the one that ``LightningModule.log`` would make.
 
     Args:

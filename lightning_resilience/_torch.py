@@ -5,18 +5,22 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 
 from __future__ import annotations
 
+import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.serialization import _get_layout
 from torch.utils import _pytree
 
 _T = TypeVar("_T")
@@ -58,6 +62,35 @@ def storage_info(file: str, start: int, length: int) -> Any:
     file, so its name cannot move without breaking stock checkpoints too.
     """
     return _StorageInfo(file, start, length)
+
+
+def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
+    """Copy many tensors with one call into C++.
+
+    ``torch._foreach_copy_`` (torch 2.1 on) is what torch's own optimizers and FSDP2 use; there is no public name.
+    """
+    if destinations:
+        torch._foreach_copy_(list(destinations), list(sources), non_blocking=non_blocking)
+
+
+METADATA_CLASSES: dict[tuple[str, str], Any] = {
+    (cls.__module__, cls.__name__): cls
+    for cls in (
+        _StorageInfo,
+        _MEM_FORMAT_ENCODING,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        torch.Size,
+        OrderedDict,
+        pathlib.PosixPath,
+    )
+} | {("torch.serialization", "_get_layout"): _get_layout, ("pathlib._local", "PosixPath"): pathlib.PosixPath}
+"""All that a ``.metadata`` file may refer to; enums and layouts are pickled by private names (torch 2.4 on)."""
 
 
 # --- sharding ----------------------------------------------------------------------------------------------

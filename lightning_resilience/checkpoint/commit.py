@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, read_seal
@@ -21,10 +22,11 @@ from lightning_resilience.checkpoint.messages import Save
 from lightning_resilience.errors import CheckpointError, SaveError
 
 INCOMPLETE = ".incomplete"
-OWNER = "owner.json"
+_OWNER = "rank_{}.owner"
 _RECORD = "rank_{}.record"
 _ABANDONED_S = 3600.0
 _QUIET_S = 60.0
+_OPENING_S = 2.0  # between the directory and the name of its owner
 
 
 def attempt_directory(path: Path, attempt: str) -> Path:
@@ -63,13 +65,11 @@ def read_records(directory: Path, world_size: int) -> dict[int, Record]:
 
 
 def open_attempt(request: Save) -> Path:
-    """Create the attempt's directory; rank 0 also says who works on it."""
-    path = Path(request.path)
-    directory = attempt_directory(path, request.attempt)
+    """Create the attempt's directory and say in it that this process works on it."""
+    directory = attempt_directory(Path(request.path), request.attempt)
     directory.mkdir(parents=True, exist_ok=True)
-    if request.rank == 0:
-        owner = {"host": socket.gethostname(), "pid": os.getpid()}
-        (directory / OWNER).write_text(json.dumps(owner))
+    owner = {"host": socket.gethostname(), "pid": os.getpid()}
+    (directory / _OWNER.format(request.rank)).write_text(json.dumps(owner))
     return directory
 
 
@@ -147,11 +147,11 @@ class Commit:
             return False
 
     def _publish(self) -> None:
-        """Everything is there and proven; take away the scaffolding and give it its name."""
-        for name in (*(_RECORD.format(rank) for rank in range(self.request.world_size)), OWNER):
-            (self.directory / name).unlink(missing_ok=True)
-        storage.flush_directory(self.directory)
+        """Everything is there and proven: give it its name, then take the scaffolding away."""
         storage.put_in_place(self.directory, self.path)
+        for rank in range(self.request.world_size):
+            for scaffold in (_RECORD, _OWNER):
+                (self.path / scaffold.format(rank)).unlink(missing_ok=True)
 
 
 def is_committed(request: Save) -> bool:
@@ -188,16 +188,36 @@ def live_attempts(directory: Path, now: float) -> list[Path]:
 
 
 def _is_alive(attempt: Path, now: float, quiet_s: float) -> bool:
+    """Whether a writer of this host works on it, or perhaps one of another host.
+
+    Args:
+        attempt: Its directory; where the checkpoint is one file, a file that its writer locks.
+        now: Wall-clock time in seconds.
+        quiet_s: How long another host may be silent.
+    """
+    if attempt.is_file():
+        return storage.is_being_written(attempt) or now - _last_change(attempt) < _OPENING_S
+    owners = [_read_owner(path) for path in attempt.glob(_OWNER.format("*"))]
+    if any(owner["host"] == socket.gethostname() and _is_writer(owner["pid"]) for owner in owners):
+        return True
+    elsewhere = any(owner["host"] != socket.gethostname() for owner in owners)
+    return now - _last_change(attempt) < (quiet_s if elsewhere else _OPENING_S)
+
+
+def _read_owner(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads((attempt / OWNER).read_bytes())
-        if owner["host"] == socket.gethostname():
-            return _is_writer(owner["pid"])
-        return now - max(entry.stat().st_mtime for entry in os.scandir(attempt)) < quiet_s
-    except (OSError, ValueError, KeyError):  # no owner yet, or just committed
-        try:
-            return now - attempt.stat().st_mtime < min(quiet_s, _QUIET_S)
-        except OSError:
-            return False
+        owner: dict[str, Any] = json.loads(path.read_bytes())
+        return {"host": owner["host"], "pid": owner["pid"]}
+    except (OSError, ValueError, KeyError):  # being written, or its attempt was just committed
+        return {"host": "", "pid": 0}
+
+
+def _last_change(attempt: Path) -> float:
+    """When anything in it changed, in seconds since the epoch; 0 when it is gone."""
+    try:
+        return max(path.stat().st_mtime for path in (attempt, *attempt.glob("*")))
+    except OSError:
+        return 0.0
 
 
 def _is_writer(pid: int) -> bool:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience.checkpoint._torch import local_chunk, replica_coordinates, storage_info
+from lightning_resilience._torch import local_chunk, replica_coordinates, storage_info
 from lightning_resilience.checkpoint.envelope import envelope
 from lightning_resilience.errors import SaveError
 

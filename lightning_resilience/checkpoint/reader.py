@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_resilience.checkpoint._torch import METADATA_CLASSES, local_chunk
+from lightning_resilience._torch import METADATA_CLASSES, local_chunk
 from lightning_resilience.checkpoint.candidates import METADATA
 from lightning_resilience.errors import DamagedCheckpointError, UntrustedCheckpointError
 

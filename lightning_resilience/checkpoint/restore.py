@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience.checkpoint._torch import local_chunk
+from lightning_resilience._torch import local_chunk
 from lightning_resilience.checkpoint.candidates import META
 from lightning_resilience.checkpoint.reader import ShardReader, load_archive
 from lightning_resilience.checkpoint.state import clean_name, group_names, model_state
@@ -73,28 +73,26 @@ def _restore_sharded(path: Path, target: Target) -> dict[str, Any]:
 
 def _load_sharded_model(reader: ShardReader, path: Path, target: Target) -> None:
     prefix = next((key for key in _MODEL_KEYS if any(name.startswith(key) for name in reader.names)), "")
-    wanted = {prefix + name: value for name, value in model_state(target.module).items()}
-    saved = {name for name in reader.names if prefix and name.startswith(prefix)}
+    flat = {name.removeprefix(prefix): name for name in reader.names if prefix and name.startswith(prefix)}
+    wanted = model_state(target.module)
     if target.strict:
-        _check_names(path, wanted.keys(), saved, "model")
-    tensors = {name: value for name, value in wanted.items() if name in saved and isinstance(value, torch.Tensor)}
-    _check_shapes(path, {name: (reader.tensor_shape(name), value) for name, value in tensors.items()})
+        _check_names(path, wanted.keys(), flat.keys(), "model")
+    tensors = {name: value for name, value in wanted.items() if name in flat and isinstance(value, torch.Tensor)}
+    _check_shapes(path, {name: (reader.tensor_shape(flat[name]), value) for name, value in tensors.items()})
     with torch.no_grad():
-        reader.read_into(tensors)
-    values = [name for name in wanted if name in saved and name not in tensors]
-    others = {name.removeprefix(prefix): reader.value(name, target.trust) for name in values}
-    _load_through_module(target.module, tensors, others, prefix)
+        reader.read_into({flat[name]: tensor for name, tensor in tensors.items()})
+    values = [name for name in wanted if name in flat and name not in tensors]
+    others = {name: reader.value(flat[name], target.trust) for name in values}
+    _load_through_module(target.module, tensors, others)
 
 
-def _load_through_module(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], others: dict[str, Any], prefix: str
-) -> None:
+def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor], others: dict[str, Any]) -> None:
     """What is neither parameter nor buffer (metric states, extra state) only the module can put back."""
     held = {clean_name(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
     held |= {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, tensor in tensors.items():
-        if name.removeprefix(prefix) not in held:
-            others[name.removeprefix(prefix)] = tensor
+        if name not in held:
+            others[name] = tensor
     if others:
         original = {clean_name(name): name for name in module.state_dict()}
         module.load_state_dict({original[name]: value for name, value in others.items()}, strict=False)
@@ -200,7 +198,7 @@ def _load_file_model(path: Path, state: Mapping[str, Any], target: Target) -> No
     for name, tensor in tensors.items():
         _copy_piece(tensor, saved[name])
     others = {name: saved[name] for name in wanted if name in saved and name not in tensors}
-    _load_through_module(target.module, tensors, others, "")
+    _load_through_module(target.module, tensors, others)
 
 
 def _load_file_optimizer(

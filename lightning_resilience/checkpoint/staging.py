@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience.checkpoint._torch import foreach_copy
+from lightning_resilience._torch import foreach_copy
 from lightning_resilience.checkpoint.envelope import envelope
 from lightning_resilience.checkpoint.layout import Leaf, ShardLayout, file_name, torch_dtype
 from lightning_resilience.checkpoint.messages import FileImage

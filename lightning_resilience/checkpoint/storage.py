@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import uuid
@@ -38,6 +39,7 @@ def write_durably(
     digest = xxhash.xxh3_64()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # says that somebody is still writing it
         _reserve(fd, len(data))
         for start in range(0, len(body), _CHUNK):
             chunk = body[start : start + _CHUNK]
@@ -59,6 +61,18 @@ def digest_of(path: Path, size: int) -> str:
             digest.update(buffer[:count])
             size -= count
     return digest.hexdigest()
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process, on this host or one that shares the file system, is in :func:`write_durably` for it."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def flush_directory(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -84,7 +85,7 @@ def test_a_coordinator_killed_while_it_commits_is_succeeded_by_another(tmp_path:
     (place / "manifest.json").write_bytes(manifest[:50] if when == "half a manifest" else manifest)
     if when == "records gone":
         (place / "rank_0.record").unlink()
-        (place / "owner.json").unlink()
+        (place / "rank_0.owner").unlink()
     assert Commit(a_save(tmp_path), now=0.0).advance(1.0, orphaned=False)
     assert sorted(os.listdir(tmp_path / "step=30.ckpt")) == ["__0_0.distcp", "__1_0.distcp", "manifest.json"]
     assert is_committed(a_save(tmp_path))
@@ -123,20 +124,20 @@ def test_commit_times_increase_even_after_a_host_whose_clock_was_ahead(tmp_path:
 def attempt_of(directory: Path, pid: int, host: str | None = None) -> Path:
     place = directory / ".step=1.ckpt.dead.incomplete"
     place.mkdir()
-    (place / "owner.json").write_text(json.dumps({"host": host or socket.gethostname(), "pid": pid}))
+    (place / "rank_0.owner").write_text(json.dumps({"host": host or socket.gethostname(), "pid": pid}))
     return place
 
 
 def test_the_sweep_takes_what_a_dead_writer_left(tmp_path: Path) -> None:
     attempt_of(tmp_path, pid=2**22 + 1)  # beyond the largest process id
     (tmp_path / ".old.ckpt.removed").mkdir()
-    commit.sweep(tmp_path, now=os.stat(tmp_path).st_mtime)
+    commit.sweep(tmp_path, now=os.stat(tmp_path).st_mtime + 5)
     assert os.listdir(tmp_path) == []
 
 
 def test_the_sweep_leaves_what_another_host_may_be_working_on(tmp_path: Path) -> None:
     place = attempt_of(tmp_path, pid=1, host="another-node")
-    written = max(os.stat(place / "owner.json").st_mtime, os.stat(place).st_mtime)
+    written = max(os.stat(place / "rank_0.owner").st_mtime, os.stat(place).st_mtime)
     commit.sweep(tmp_path, now=written + 1800)
     assert commit.live_attempts(tmp_path, now=written + 30) == [place]
     assert commit.live_attempts(tmp_path, now=written + 90) == []
@@ -144,6 +145,26 @@ def test_the_sweep_leaves_what_another_host_may_be_working_on(tmp_path: Path) ->
     assert not place.exists()
 
 
+def test_a_single_file_belongs_to_whoever_locks_it(tmp_path: Path) -> None:
+    draft = tmp_path / ".full.ckpt.abc.incomplete"
+    draft.write_text("half")
+    later = os.stat(draft).st_mtime + 3600
+    with open(draft, "rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_SH)
+        commit.sweep(tmp_path, now=later)
+        assert commit.live_attempts(tmp_path, now=later) == [draft]
+    commit.sweep(tmp_path, now=later)
+    assert not draft.exists()
+
+
+def test_an_attempt_that_was_just_opened_is_given_time_to_say_by_whom(tmp_path: Path) -> None:
+    place = tmp_path / ".step=1.ckpt.new.incomplete"
+    place.mkdir()
+    opened = os.stat(place).st_mtime
+    assert commit.live_attempts(tmp_path, now=opened + 1) == [place]
+    assert commit.live_attempts(tmp_path, now=opened + 5) == []
+
+
 def test_a_reused_process_id_does_not_keep_an_attempt_alive(tmp_path: Path) -> None:
     attempt_of(tmp_path, pid=os.getpid())  # alive, but no writer
-    assert commit.live_attempts(tmp_path, now=os.stat(tmp_path).st_mtime) == []
+    assert commit.live_attempts(tmp_path, now=os.stat(tmp_path).st_mtime + 5) == []
