@@ -73,6 +73,26 @@ def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.T
         torch._foreach_copy_(list(destinations), list(sources), non_blocking=non_blocking)
 
 
+def cuda_in_use() -> bool:
+    """Whether this process has a CUDA context; asking does not make one. Public, but without types."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def pin(memory: torch.Tensor) -> bool:
+    """Tell CUDA that host memory stays where it is, so that copies from the device need no detour; True if it does.
+
+    ``torch.cuda.cudart()`` (torch 1.8 on) is documented, the functions of the module it returns are not.
+    """
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Take back :func:`pin`."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(memory.data_ptr())
+
+
 METADATA_CLASSES: dict[tuple[str, str], Any] = {
     (cls.__module__, cls.__name__): cls
     for cls in (

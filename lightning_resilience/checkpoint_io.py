@@ -82,7 +82,8 @@ class AsyncCheckpointIO(CheckpointIO):
             SaveError: It could not be staged; outside ``fit``, also when it could not be written.
         """
         _refuse_options(storage_options)
-        self._started().save_file(local_path(path), int(checkpoint.get("global_step", 0)), checkpoint)
+        target = local_path(path)
+        self._started().save_file(target, int(checkpoint.get("global_step", 0)), checkpoint)
         self._finish_outside_fit()
 
     @override
@@ -162,7 +163,8 @@ class AsyncCheckpointIO(CheckpointIO):
     ) -> None:
         """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
         _refuse_options(storage_options)
-        self._started().save_sharded(local_path(path), step, state, files)
+        target = local_path(path)
+        self._started().save_sharded(target, step, state, files)
         self._finish_outside_fit()
 
     def wait(self, path: _PATH | None = None) -> None:

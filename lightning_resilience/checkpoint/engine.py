@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_resilience._torch import cuda_in_use, pin, unpin
 from lightning_resilience.checkpoint import staging
 from lightning_resilience.checkpoint.arena import Arena
 from lightning_resilience.checkpoint.envelope import archive, without_crc
@@ -110,6 +111,8 @@ class CheckpointEngine:
         self._exchange = exchange or Alone()
         self._writer = writer()
         self._arena: Arena | None = None
+        self._memory: torch.Tensor | None = None
+        self._pinned = False
         self._slots: list[Slot] = []
         self._plans: dict[int, _Plan] = {}
         self._next_id = 0
@@ -133,7 +136,7 @@ class CheckpointEngine:
         Raises:
             ArenaError: There is not enough shared memory.
         """
-        self._make_arena(nbytes + nbytes // 50 + _SLACK)
+        self._make_arena(nbytes + nbytes // 50)
 
     def save_sharded(self, path: str, step: int, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Take the state as it is now; it is durable later.
@@ -245,12 +248,12 @@ class CheckpointEngine:
 
     def _take_slot(self, nbytes: int) -> Slot:
         """A slot that nobody reads, of at least this size; the one used longest ago."""
-        if self._arena is None or self._arena.slot_bytes < nbytes:
-            self._make_arena(nbytes + _SLACK)
+        self._make_arena(nbytes)
         slot = min(self._slots, key=lambda slot: -1 if slot.request_id is None else slot.request_id)
         self._wait_written(slot)
-        if self._arena is not None:
-            self._arena.ready()
+        assert self._arena is not None
+        self._arena.ready()
+        self._pin()
         return slot
 
     def _wait_written(self, slot: Slot) -> None:
@@ -258,21 +261,32 @@ class CheckpointEngine:
             self._writer.wait_written(slot.request_id)
 
     def _make_arena(self, nbytes: int) -> None:
+        """Have an arena whose slots hold this much and what may come on top."""
         if self._arena is not None and self._arena.slot_bytes >= nbytes:
             return
         for slot in self._slots:
             self._wait_written(slot)
         self._drop_arena()
-        label = f"rank{self._exchange.rank}"
-        arena = Arena(self._options.shm_dir, nbytes, self._options.slots, label)
+        rank = f"rank{self._exchange.rank}"
+        arena = Arena(self._options.shm_dir, nbytes + _SLACK, self._options.slots, rank)
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         offsets = range(0, arena.size, arena.slot_bytes)
         self._slots = [Slot(offset, memory[offset : offset + arena.slot_bytes]) for offset in offsets]
-        self._arena = arena
+        self._arena, self._memory = arena, memory
         self._writer.attach(arena.path)
 
+    def _pin(self) -> None:
+        """Where there is a GPU its copies go straight into the arena."""
+        if self._pinned or self._memory is None or not cuda_in_use():
+            return
+        self._pinned = pin(self._memory)
+        if not self._pinned:
+            log.warning("CUDA could not pin the staging memory: saves will stall training longer than they need to")
+
     def _drop_arena(self, keep_file: bool = False) -> None:
-        self._slots = []
+        if self._memory is not None and self._pinned:
+            unpin(self._memory)
+        self._slots, self._memory, self._pinned = [], None, False
         if self._arena is not None:
             self._arena.close(keep_file)
         self._arena = None

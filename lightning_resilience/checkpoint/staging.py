@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience._torch import foreach_copy
+from lightning_resilience._torch import cuda_in_use, foreach_copy
 from lightning_resilience.checkpoint.envelope import envelope
 from lightning_resilience.checkpoint.layout import Leaf, ShardLayout, file_name, torch_dtype
 from lightning_resilience.checkpoint.messages import FileImage
@@ -113,8 +113,7 @@ def page_aligned(position: int) -> int:
 
 def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its destination and wait until the bytes are there."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = {source.device for source in sources if source.is_cuda} if on_gpu else set()
+    devices = {source.device for source in sources if source.is_cuda} if cuda_in_use() else set()
     foreach_copy(destinations, sources, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()

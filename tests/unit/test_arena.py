@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_resilience.checkpoint import arena as arena_module
 from lightning_resilience.checkpoint.arena import Arena, sweep
 from lightning_resilience.errors import ArenaError
 
@@ -30,7 +29,7 @@ def test_too_little_shared_memory_is_an_error_that_says_how_to_get_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statvfs = namedtuple("statvfs", "f_bavail f_frsize")
-    monkeypatch.setattr(arena_module.os, "statvfs", lambda path: statvfs(64 << 8, 4096))
+    monkeypatch.setattr(os, "statvfs", lambda path: statvfs(64 << 8, 4096))
     with pytest.raises(ArenaError, match=r"needs 2\.00 GiB in .* and 0\.06 GiB are free.*--shm-size.*medium: Memory"):
         Arena(str(tmp_path), 1 << 30, 2, "rank0")
     assert os.listdir(tmp_path) == []
@@ -40,7 +39,7 @@ def test_memory_that_vanishes_later_is_an_error_too(tmp_path: Path, monkeypatch:
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(arena_module.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     arena = Arena(str(tmp_path), 4096, 2, "rank0")
     with pytest.raises(ArenaError, match="No space left on device"):
         arena.ready()

@@ -44,11 +44,12 @@ def a_module(width: int = 4) -> Any:
     return module
 
 
-def two_groups(module: nn.Module) -> torch.optim.Optimizer:
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def two_groups(module: Any) -> torch.optim.Optimizer:
+    parameters: list[nn.Parameter] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters if parameter.dim() == 1]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def trained(steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
@@ -144,7 +145,7 @@ def test_weights_alone(tmp_path: Path, write: Write) -> None:
 @each_format
 def test_another_model_is_refused_and_the_names_are_told(tmp_path: Path, write: Write) -> None:
     path = write(tmp_path / "a.ckpt", trained()[0])
-    bigger = nn.Sequential(*a_module(), nn.Linear(2, 2))
+    bigger: Any = nn.Sequential(*a_module(), nn.Linear(2, 2))
     before = {name: value.clone() for name, value in bigger.state_dict().items() if isinstance(value, torch.Tensor)}
     with pytest.raises(MismatchedCheckpointError, match=r"another model\. Missing in it: 3\.bias, 3\.weight"):
         restore(path, Target(bigger))

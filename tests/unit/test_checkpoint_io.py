@@ -1,0 +1,120 @@
+"""The plugin's own part: options, paths, and when its errors are raised."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_resilience import AsyncCheckpointIO
+from lightning_resilience.checkpoint_io import local_path
+from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"slots": 0}, "1 or more"),
+        ({"slots": True}, "1 or more"),
+        ({"timeout": -1}, "more than 0"),
+        ({"timeout": timedelta(0)}, "more than 0"),
+        ({"timeout": "soon"}, "seconds or a timedelta"),
+        ({"on_damage": "ignore"}, '"previous" or "raise"'),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_at_once(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        AsyncCheckpointIO(**options)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a.ckpt", "memory://a.ckpt", "file:///tmp/a.ckpt"])
+def test_a_url_is_never_taken_for_a_local_path(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is a URL"):
+        local_path(url)
+    with pytest.raises(ConfigurationError, match="is a URL"):
+        AsyncCheckpointIO().save_checkpoint({"global_step": 1}, url)
+
+
+def test_storage_options_are_refused_rather_than_dropped(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Leave them out"):
+        AsyncCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"key": "x"})
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> AsyncCheckpointIO:
+    (tmp_path / "shm").mkdir()
+    return AsyncCheckpointIO(shm_dir=str(tmp_path / "shm"))
+
+
+def test_save_wait_load_remove(plugin: AsyncCheckpointIO, tmp_path: Path) -> None:
+    checkpoint = {"global_step": 3, "state_dict": {"w": torch.ones(5)}}
+    plugin.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    checkpoint["state_dict"] = {}
+    found = plugin.load_checkpoint(tmp_path / "a.ckpt")  # waits for the pending save
+    assert torch.equal(found["state_dict"]["w"], torch.ones(5))
+    plugin.save_checkpoint(checkpoint, tmp_path / "b.ckpt")
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert not (tmp_path / "a.ckpt").exists()
+    assert [report.step for report in plugin.history] == [3, 3]
+
+
+def test_after_the_teardown_a_save_is_durable_when_it_returns(plugin: AsyncCheckpointIO, tmp_path: Path) -> None:
+    plugin.teardown()
+    plugin.save_checkpoint({"global_step": 3}, tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").is_file()
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError, match="was not saved"):
+        plugin.save_checkpoint({"global_step": 3}, tmp_path / "file" / "a.ckpt")
+
+
+def test_a_failed_save_is_raised_at_the_end_of_fit(plugin: AsyncCheckpointIO, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plugin.save_checkpoint({"global_step": 3}, tmp_path / "file" / "a.ckpt")
+    with pytest.raises(SaveError, match=r"file/a\.ckpt, was not saved"):
+        plugin.teardown()
+
+
+def test_a_failed_save_does_not_hide_the_exception_that_ends_fit(
+    plugin: AsyncCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    (tmp_path / "file").write_text("")
+    plugin.save_checkpoint({"global_step": 3}, tmp_path / "file" / "a.ckpt")
+    try:
+        raise KeyError("the user's own")
+    except KeyError:
+        plugin.teardown()  # as Lightning does; raises nothing
+    assert "was not saved" in caplog.text
+
+
+def test_a_sharded_checkpoint_for_a_strategy_that_reads_files_says_what_to_do(
+    plugin: AsyncCheckpointIO, tmp_path: Path
+) -> None:
+    (tmp_path / "a.ckpt").mkdir()
+    for name in (".metadata", "meta.pt"):
+        (tmp_path / "a.ckpt" / name).write_bytes(b"x")
+    with pytest.raises(MismatchedCheckpointError, match=r"fabric\.utilities\.consolidate_checkpoint"):
+        plugin.load_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_weights_only_of_the_call_wins(plugin: AsyncCheckpointIO) -> None:
+    assert not plugin.trusts(None)
+    assert plugin.trusts(False)
+    assert not AsyncCheckpointIO(trust=True).trusts(True)
+    assert AsyncCheckpointIO(trust=True).trusts(None)
+
+
+def test_a_strategy_that_never_calls_it_is_pointed_out(
+    plugin: AsyncCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old.ckpt").mkdir()
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    assert "Use ResilientFSDPStrategy for asynchronous ones" in caplog.text
+    assert not (tmp_path / "old.ckpt").exists()
