@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO, local_path
 from lightning_resilience.data.fit_loop import install
 from lightning_resilience.data.rank_state import capture_rank_state, stash_rank_state
-from lightning_resilience.errors import LoadError
+from lightning_resilience.errors import CheckpointError, LoadError, SaveError, UntrustedCheckpointError
 from lightning_resilience.sharding.shard import reshard_all
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     """
 
     _exchange: Exchange = Alone()
+    _readable_checked = False
 
     @override
     def _setup_distributed(self) -> None:
@@ -63,7 +64,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
         super().on_train_start()
         plugin = self.checkpoint_io
         if isinstance(plugin, AsyncCheckpointIO) and self._trainer.checkpoint_callbacks:
-            plugin.reserve(expected_bytes(self._module, self.optimizers))
+            nbytes = expected_bytes(self._module, self.optimizers)
+            self._together(lambda: plugin.reserve(nbytes), SaveError)
 
     # --- save --------------------------------------------------------------------------------------------------
 
@@ -90,11 +92,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if not isinstance(plugin, AsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._save_distributed_checkpoint:
-            self._save_sharded(plugin, dict(checkpoint), filepath, storage_options)
+            self._together(lambda: self._save_sharded(plugin, dict(checkpoint), filepath, storage_options), SaveError)
         else:
-            states = self._exchange.all_gather(archive(capture_rank_state(self._trainer)))
-            if self.is_global_zero:
-                plugin.save_checkpoint({**checkpoint, _RANK_STATES: states}, filepath, storage_options)
+            self._together(lambda: self._save_full(plugin, checkpoint, filepath, storage_options), SaveError)
 
     def _save_sharded(
         self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
@@ -105,7 +105,26 @@ class CheckpointingStrategy(ModelParallelStrategy):
         files = {_RANK_FILE.format(self.global_rank): archive(capture_rank_state(self._trainer))}
         if self.is_global_zero:
             files[META] = archive(checkpoint)
+        self._warn_if_untrusted(plugin, files)
         plugin.save_sharded(path, checkpoint["global_step"], state, files, storage_options)
+
+    def _save_full(
+        self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
+    ) -> None:
+        states = self._exchange.all_gather(archive(capture_rank_state(self._trainer)))
+        if self.is_global_zero:
+            plugin.save_checkpoint({**checkpoint, _RANK_STATES: states}, path, storage_options)
+
+    def _warn_if_untrusted(self, plugin: AsyncCheckpointIO, files: Mapping[str, bytes]) -> None:
+        """Once, and now rather than on the day the checkpoint is needed."""
+        if plugin.trust or self._readable_checked:
+            return
+        self._readable_checked = True
+        try:
+            for name, data in files.items():
+                load_archive(io.BytesIO(data), f"{name} of this run's checkpoints", trust=False)
+        except UntrustedCheckpointError as error:
+            log.warning("resuming will need AsyncCheckpointIO(trust=True): %s", error)
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in host memory on rank 0, nothing elsewhere; one tensor at a time."""
@@ -141,35 +160,34 @@ class CheckpointingStrategy(ModelParallelStrategy):
             strict=self._module.strict_loading,
             trust=plugin.trusts(weights_only),
         )
-        content = self._together(lambda: restore(chosen, target))
-        stash_rank_state(self._trainer, self._rank_state(chosen, content))
+        content = self._together(lambda: restore(chosen, target), LoadError)
+        stash_rank_state(
+            self._trainer, self._together(lambda: self._rank_state(chosen, content, target.trust), LoadError)
+        )
         if fitting and str(chosen) != local_path(checkpoint_path):
             _lightning.set_resumed_path(self._trainer, str(chosen))
         return content
 
-    def _rank_state(self, path: Path, content: dict[str, Any]) -> dict[str, Any] | None:
-        """What this rank, or the rank of this number, had saved for itself."""
-        states = content.pop(_RANK_STATES, None)
-        state: dict[str, Any]
+    def _rank_state(self, path: Path, content: dict[str, Any], trust: bool) -> dict[str, Any] | None:
+        """What this rank, or the rank of this number, had saved for itself; of more ranks than there were, any."""
+        states: list[bytes] | None = content.pop(_RANK_STATES, None)
+        source: io.BytesIO | Path
         if states is not None:
-            state = load_archive(
-                io.BytesIO(states[self.global_rank % len(states)]), f"{path} (rank state)", trust=False
-            )
-            return state
-        file = path / _RANK_FILE.format(self.global_rank)
-        if not path.is_dir() or not (path / _RANK_FILE.format(0)).exists():
+            source = io.BytesIO(states[self.global_rank % len(states)])
+        elif path.is_dir() and (path / _RANK_FILE.format(0)).exists():
+            own = path / _RANK_FILE.format(self.global_rank)
+            source = own if own.exists() else path / _RANK_FILE.format(0)
+        else:
             return None
-        if not file.exists():
-            file = path / _RANK_FILE.format(0)  # more ranks than wrote it: enough to see that
-        state = load_archive(file, str(file), trust=False)
+        state: dict[str, Any] = load_archive(source, f"{path} (state of rank {self.global_rank})", trust)
         return state
 
-    def _together(self, load: Callable[[], _T]) -> _T:
+    def _together(self, act: Callable[[], _T], error_type: type[CheckpointError]) -> _T:
         """An error of one rank becomes an error of all, instead of a hang in the next collective."""
         error: Exception | None = None
         result: Any = None
         try:
-            result = load()
+            result = act()
         except Exception as caught:  # travels to all ranks and is raised on each
             error = caught
         answers = self._exchange.all_gather(b"" if error is None else f"{error}".encode() or b"unknown error")
@@ -177,9 +195,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
             raise error
         for rank, answer in enumerate(answers):
             if answer:
-                raise LoadError(f"rank {rank} could not load the checkpoint: {answer.decode()}")
-        loaded: _T = result
-        return loaded
+                raise error_type(f"rank {rank}: {answer.decode()}")
+        done: _T = result
+        return done
 
     # --- end ---------------------------------------------------------------------------------------------------
 

@@ -330,7 +330,8 @@ class CheckpointEngine:
         if error:
             log.error("the checkpoint %s (step %d) was NOT saved: %s", report.path, report.step, error)
         else:
-            log.info(
+            log.log(
+                logging.INFO if self._exchange.rank == 0 else logging.DEBUG,
                 "checkpoint %s (step %d): %.1f MB staged in %.1f ms, durable after %.2f s",
                 report.path,
                 report.step,

@@ -24,7 +24,7 @@ class Model(L.LightningModule):
         self.losses: dict[int, float] = {}
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = self.blocks(batch).float().pow(2).mean()
+        loss: torch.Tensor = self.blocks(batch).float().pow(2).mean()
         self.losses[self.global_step + 1] = float(loss)
         return loss
 
@@ -45,8 +45,8 @@ def fit(directory: Path, steps: int, resume: str | None = None, **options: Any) 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
-    trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=resume)
+    rows = list(torch.randn(256, 32, generator=torch.Generator().manual_seed(0)))
+    trainer.fit(model, DataLoader(rows, batch_size=8, shuffle=True), ckpt_path=resume)  # type: ignore[arg-type]  # a list is a dataset
     return model
 
 

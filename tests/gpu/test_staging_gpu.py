@@ -31,15 +31,14 @@ def a_state(value: float, megabytes: int = 64) -> dict[str, dict[str, torch.Tens
 
 def test_what_changes_right_after_the_call_is_not_in_the_checkpoint(engine: CheckpointEngine, tmp_path: Path) -> None:
     state = a_state(0.0)
+    tensors = state["state_dict"]
     for step in range(4):
         engine.save_sharded(str(tmp_path / f"{step}.ckpt"), step, state, {})
         for tensor in state["state_dict"].values():
             tensor.add_(1.0)
     engine.wait()
     for step in range(4):
-        found = {
-            "state_dict": {name: torch.empty_like(value).cpu() for name, value in a_state(0.0)["state_dict"].items()}
-        }
+        found = {"state_dict": {name: torch.empty_like(value, device="cpu") for name, value in tensors.items()}}
         load(found, checkpoint_id=tmp_path / f"{step}.ckpt", no_dist=True)
         assert all(tensor.eq(step).all() for tensor in found["state_dict"].values())
 
