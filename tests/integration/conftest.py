@@ -1,0 +1,17 @@
+"""What the tests with real ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.ranks import Stem
+
+
+@pytest.fixture(scope="session")
+def stem() -> Iterator[Stem]:
+    """A warm process to fork ranks from."""
+    stem = Stem(["tests.integration.fits"])
+    yield stem
+    stem.close()
