@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -25,7 +26,6 @@ from typing_extensions import override
 from lightning_resilience import _lightning
 from lightning_resilience.errors import ConfigurationError, ShardingError
 from lightning_resilience.precision import ShardedPrecision, sharded_precision
-from lightning_resilience.registry import register
 from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
 from lightning_resilience.sharding.mesh import Meshes, build_meshes, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
@@ -319,4 +319,9 @@ def _duration(timeout: timedelta | float | None) -> timedelta | None:
     return duration
 
 
-register()
+StrategyRegistry.register(
+    "resilient_fsdp",
+    ResilientFSDPStrategy,
+    description="FSDP2 that keeps training through faults (lightning_resilience)",
+    override=True,  # a reload of this module is no error
+)

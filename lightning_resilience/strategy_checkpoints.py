@@ -28,8 +28,7 @@ from lightning_resilience.checkpoint.restore import Target, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO, local_path
-from lightning_resilience.data.fit_loop import install
-from lightning_resilience.data.rank_state import capture_rank_state, stash_rank_state
+from lightning_resilience.data import capture_rank_state, install, stash_rank_state
 from lightning_resilience.errors import CheckpointError, LoadError, SaveError, UntrustedCheckpointError
 from lightning_resilience.sharding.shard import reshard_all
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_resilience.data.fit_loop import install
-from lightning_resilience.data.rank_state import capture_rank_state, stash_rank_state
+from lightning_resilience.data.install import capture_rank_state, install, stash_rank_state
 
 __all__ = ["capture_rank_state", "install", "stash_rank_state"]

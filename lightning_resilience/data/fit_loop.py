@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_resilience._lightning import (
     FitLoop,
     RestartStage,
-    TrainingEpochLoop,
     callback_metrics,
     clear_restarting,
     current,
@@ -36,7 +35,7 @@ from lightning_resilience.data.position import ResumedLoader, begin_next_epoch, 
 from lightning_resilience.data.rank_state import EpochStart, RankState, Restorable, restorable
 from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint, resume_point
 from lightning_resilience.data.rng import RngState, capture_rng, restore_rng
-from lightning_resilience.errors import ConfigurationError, LoadError
+from lightning_resilience.errors import LoadError
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class ResumableFitLoop(FitLoop):
     # --- checkpoint: out and in
 
     def capture_rank_state(self) -> RankState:
-        """See :func:`lightning_resilience.data.rank_state.capture_rank_state`."""
+        """See :func:`lightning_resilience.data.install.capture_rank_state`."""
         return {
             "rank": self.trainer.global_rank,
             "world_size": self.trainer.world_size,
@@ -89,7 +88,7 @@ class ResumableFitLoop(FitLoop):
         }
 
     def stash_rank_state(self, state: dict[str, Any] | None) -> None:
-        """See :func:`lightning_resilience.data.rank_state.stash_rank_state`."""
+        """See :func:`lightning_resilience.data.install.stash_rank_state`."""
         self._stashed = cast("RankState | None", state)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -331,36 +330,3 @@ def _standing_in(combined: CombinedLoader, loaders: Sequence[Any]) -> Iterator[N
         yield
     finally:
         combined.flattened = originals
-
-
-def install(trainer: Trainer) -> None:
-    """Replace ``trainer.fit_loop`` by one that resumes exactly. Does nothing if that was done before.
-
-    Call it before the loop sets up its data; ``Strategy.setup_environment`` is such a place.
-
-    Raises:
-        ConfigurationError: the trainer's loop is neither Lightning's own nor ours.
-    """
-    old = trainer.fit_loop
-    if isinstance(old, ResumableFitLoop):
-        return
-    if type(old) is not FitLoop or type(old.epoch_loop) is not TrainingEpochLoop:
-        raise ConfigurationError(
-            f"The trainer has a fit loop of type {type(old).__name__} with an epoch loop of type"
-            f" {type(old.epoch_loop).__name__}. Exact resume needs Lightning's own loops; remove custom ones."
-        )
-    loop = ResumableFitLoop(trainer, old.min_epochs, old.max_epochs)
-    epoch_loop = ResumableEpochLoop(trainer, old.min_steps, old.max_steps)
-    epoch_loop.__dict__.update(vars(old.epoch_loop))
-    loop.__dict__.update(vars(old))
-    loop.epoch_loop = epoch_loop
-    trainer.fit_loop = loop
-
-
-def installed_loop(trainer: Trainer) -> ResumableFitLoop:
-    """The loop that :func:`install` gave to ``trainer``."""
-    if not isinstance(trainer.fit_loop, ResumableFitLoop):
-        raise ConfigurationError(
-            "The trainer's fit loop cannot resume exactly. Call lightning_resilience.data.install(trainer) before."
-        )
-    return trainer.fit_loop

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_resilience.data.epoch_metrics import EpochMetrics
 from lightning_resilience.data.rng import RngState
@@ -73,26 +72,3 @@ def restorable(state: RankState | None, world_size: int, common_loader_states: l
         )
         return Restorable(loaders=common_loader_states, metrics=state["metrics"])
     return Restorable(state["rng"], state["epoch_start"], state["loaders"], state["metrics"], state["epoch_metrics"])
-
-
-def capture_rank_state(trainer: Trainer) -> dict[str, Any]:
-    """This rank's part of a checkpoint. Call on every rank at every save; it does not communicate.
-
-    Raises:
-        ConfigurationError: :func:`~lightning_resilience.data.fit_loop.install` was not called.
-    """
-    from lightning_resilience.data.fit_loop import installed_loop
-
-    return dict(installed_loop(trainer).capture_rank_state())
-
-
-def stash_rank_state(trainer: Trainer, state: dict[str, Any] | None) -> None:
-    """Keep this rank's part of a checkpoint until the fit loop runs. Call whenever a checkpoint is loaded.
-
-    Args:
-        trainer: the trainer that loads the checkpoint.
-        state: a value from :func:`capture_rank_state`, or None if the checkpoint has none.
-    """
-    from lightning_resilience.data.fit_loop import installed_loop
-
-    installed_loop(trainer).stash_rank_state(state)

@@ -26,7 +26,6 @@ from torch import nn
 import lightning_resilience
 from lightning_resilience.errors import ConfigurationError
 from lightning_resilience.precision import ShardedHalfPrecision, ShardedMixedPrecision, ShardedPrecision
-from lightning_resilience.registry import NAME, register
 from lightning_resilience.sharding.options import ShardingOptions
 from lightning_resilience.strategy import ResilientFSDPStrategy
 
@@ -116,7 +115,7 @@ def test_what_fsdp_strategy_takes_is_taken() -> None:
 # --- precision ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [NAME, None])
+@pytest.mark.parametrize("strategy", ["resilient_fsdp", None])
 @pytest.mark.parametrize(
     ("precision", "plugin"),
     [
@@ -133,7 +132,7 @@ def test_precisions_that_work(strategy: str | None, precision: Any, plugin: type
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true"])
-@pytest.mark.parametrize("strategy", [NAME, None])
+@pytest.mark.parametrize("strategy", ["resilient_fsdp", None])
 def test_precisions_that_do_not(strategy: str | None, precision: Any) -> None:
     """Lightning itself refuses "64-true" for an instance, with an error of its own."""
     with pytest.raises(ValueError, match=r"64-true|16-true"):
@@ -190,14 +189,8 @@ def test_on_a_cpu_there_is_nothing_to_offload() -> None:
 
 def test_importing_the_class_registers_the_name() -> None:
     assert lightning_resilience.ResilientFSDPStrategy is ResilientFSDPStrategy
-    assert StrategyRegistry[NAME]["strategy"] is ResilientFSDPStrategy
-    assert type(trainer(NAME).strategy) is ResilientFSDPStrategy
-
-
-def test_registering_again_is_harmless() -> None:
-    register()
-    register()
-    assert StrategyRegistry.available_strategies().count(NAME) == 1
+    assert StrategyRegistry["resilient_fsdp"]["strategy"] is ResilientFSDPStrategy
+    assert type(trainer("resilient_fsdp").strategy) is ResilientFSDPStrategy
 
 
 CONFIG = """
