@@ -118,14 +118,17 @@ def sweep(directory: str) -> list[str]:
 
 
 def _create(path: str) -> int:
+    """Create the file and lock it before it has a name that another rank would sweep."""
+    draft = str(Path(path).with_name("." + Path(path).name))
     try:
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ArenaError(
             f"cannot create the staging file {path}: {error.strerror}. Pass AsyncCheckpointIO(shm_dir=...) a"
             " writable directory on a memory file system."
         ) from error
     fcntl.flock(fd, fcntl.LOCK_SH)
+    os.rename(draft, path)
     return fd
 
 

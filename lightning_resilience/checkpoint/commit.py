@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,39 @@ def open_attempt(request: Save) -> Path:
     return directory
 
 
+class CommitClock:
+    """Times of commits, in nanoseconds, that only grow within a directory, whatever the clocks of earlier hosts.
+
+    Owned by the writer process that commits; it looks at a directory once.
+
+    Args:
+        now_ns: Nanoseconds since the epoch.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._now_ns = now_ns
+        self._last: dict[Path, int] = {}
+
+    def next(self, directory: Path) -> int:
+        """A time after that of every checkpoint in ``directory``."""
+        if directory not in self._last:
+            self._last[directory] = max(_commit_times(directory), default=0)
+        self._last[directory] = max(self._now_ns(), self._last[directory] + 1)
+        return self._last[directory]
+
+
 class Commit:
     """One checkpoint of which this process is the coordinator, from its own record to the rename.
 
     Args:
         request: The save as rank 0 asked for it.
+        clock: Tells when it is committed.
         now: Monotonic time in seconds.
     """
 
-    def __init__(self, request: Save, now: float) -> None:
+    def __init__(self, request: Save, clock: CommitClock, now: float) -> None:
         self.request = request
+        self._clock = clock
         self.path = Path(request.path)
         self.directory = attempt_directory(self.path, request.attempt)
         self._deadline = now + request.deadline_s
@@ -134,7 +157,7 @@ class Commit:
             step=self.request.step,
             world_size=self.request.world_size,
             attempt=self.request.attempt,
-            created_ns=later_than_all(self.path.parent),
+            created_ns=self._clock.next(self.path.parent),
             files=files,
         )
         storage.write_durably(self.directory / MANIFEST, memoryview(manifest.encode()))
@@ -161,11 +184,6 @@ def is_committed(request: Save) -> bool:
     except (CheckpointError, OSError):
         return False
     return manifest is not None and manifest.attempt == request.attempt
-
-
-def later_than_all(directory: Path) -> int:
-    """A commit time in nanoseconds after that of every checkpoint here, whatever the clocks of earlier hosts."""
-    return max([time.time_ns(), *(created + 1 for created in _commit_times(directory))])
 
 
 def sweep(directory: Path, now: float) -> None:

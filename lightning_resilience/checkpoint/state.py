@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_resilience.errors import ConfigurationError
 
+_ENVELOPE = 2048  # about what an archive adds to the data of a tensor
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -85,15 +86,19 @@ def by_number(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
 
 def expected_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """About how many bytes this rank will stage: its shards, and optimizer state that may not exist yet."""
-    total = sum(local_bytes(value) for value in model_state(module).values())
+    total = sum(_staged_bytes(value) for value in model_state(module).values())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             copies = _state_copies(group)
             for parameter in group["params"]:
                 state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-                have = sum(local_bytes(value) for value in state.values())
-                total += have or copies * local_bytes(parameter)
+                have = sum(_staged_bytes(value) for value in state.values())
+                total += have or copies * _staged_bytes(parameter) + _ENVELOPE
     return total
+
+
+def _staged_bytes(value: Any) -> int:
+    return local_bytes(value) + _ENVELOPE
 
 
 def local_bytes(value: Any) -> int:

@@ -33,21 +33,21 @@ def choose(path: str, exchange: Exchange, *, fall_back: bool) -> Path:
         NoValidCheckpointError: None of them is valid.
         LoadError: There is none.
     """
-    candidates = _agreed_candidates(path, exchange)
+    names = _agreed_names(path, exchange)
     faults: list[str] = []
-    for candidate in candidates if fall_back else candidates[:1]:
-        fault = candidate.fault or _shared_check(candidate, exchange)
+    for name in names if fall_back else names[:1]:
+        fault = _shared_check(Path(name), exchange)
         if not fault:
-            _say_choice(candidate.path, faults, exchange)
-            return candidate.path
+            _say_choice(name, faults, exchange)
+            return Path(name)
         faults.append(fault)
     if not fall_back:
         raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {faults[0]}")
-    raise none_valid(Path(path) if len(candidates) == 1 else Path(path).parent, faults)
+    raise none_valid(Path(names[0]).parent, faults)
 
 
-def _agreed_candidates(path: str, exchange: Exchange) -> list[Candidate]:
-    """Rank 0 looks, the others look at the same places: a listing may differ while somebody else commits."""
+def _agreed_names(path: str, exchange: Exchange) -> list[str]:
+    """Rank 0 looks and the others follow: a listing may differ while somebody else commits."""
     names: list[str] = []
     error = ""
     if exchange.rank == 0:
@@ -58,14 +58,18 @@ def _agreed_candidates(path: str, exchange: Exchange) -> list[Candidate]:
     answer = json.loads(exchange.all_gather(json.dumps({"names": names, "error": error}).encode())[0])
     if answer["error"]:
         raise LoadError(answer["error"])
-    return [examine(Path(name)) for name in answer["names"]]
+    found: list[str] = answer["names"]
+    return found
 
 
-def _shared_check(candidate: Candidate, exchange: Exchange) -> str:
+def _shared_check(path: Path, exchange: Exchange) -> str:
     """Every rank checks its share of the files; the first fault of any, or an empty string."""
     fault = ""
     try:
-        check_share(candidate, exchange.rank, exchange.world_size)
+        candidate = examine(path)
+        fault = candidate.fault
+        if not fault:
+            check_share(candidate, exchange.rank, exchange.world_size)
     except (DamagedCheckpointError, OSError) as error:
         fault = str(error)
     return next((found.decode() for found in exchange.all_gather(fault.encode()) if found), "")
@@ -91,7 +95,7 @@ def _compare(path: Path, size: int, xxh3: str) -> None:
         raise DamagedCheckpointError(f"{path} does not hold what was written: its checksum differs")
 
 
-def _say_choice(path: Path, faults: list[str], exchange: Exchange) -> None:
+def _say_choice(path: str, faults: list[str], exchange: Exchange) -> None:
     if faults and exchange.rank == 0:
         log.warning(
             "DAMAGED CHECKPOINT: %s. Using %s instead; the steps after it will be done again.",

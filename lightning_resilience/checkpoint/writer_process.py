@@ -22,10 +22,10 @@ from pathlib import Path
 from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.commit import (
     Commit,
+    CommitClock,
     Record,
     attempt_directory,
     is_committed,
-    later_than_all,
     open_attempt,
     sweep,
 )
@@ -117,6 +117,7 @@ class Writer:
         self._last_save_failed = False
         self._postponed: list[Path] = []
         self._swept: set[Path] = set()
+        self._clock = CommitClock()
 
     def run(self) -> None:
         """Serve until told to stop, or until the rank is gone, and nothing is left to do."""
@@ -166,7 +167,7 @@ class Writer:
         if one_file or request.rank != 0 or is_committed(request):
             self._finish(request, "")
         else:
-            self._in_order.append(Commit(request, time.monotonic()))
+            self._in_order.append(Commit(request, self._clock, time.monotonic()))
 
     def _write_file(self, request: Save) -> None:
         """A checkpoint that is one file: written under another name, sealed, renamed."""
@@ -174,7 +175,7 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sweep(path.parent)
         draft = attempt_directory(path, request.attempt)
-        created_ns = later_than_all(path.parent)
+        created_ns = self._clock.next(path.parent)
         try:
             storage.write_durably(
                 draft,

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from lightning_resilience.checkpoint import commit
-from lightning_resilience.checkpoint.commit import Commit, Record, attempt_directory, is_committed, open_attempt
+from lightning_resilience.checkpoint.commit import (
+    Commit,
+    CommitClock,
+    Record,
+    attempt_directory,
+    is_committed,
+    open_attempt,
+)
 from lightning_resilience.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from lightning_resilience.checkpoint.messages import FileImage, Save
 from lightning_resilience.errors import SaveError
@@ -36,7 +43,7 @@ def visible(directory: Path) -> list[str]:
 
 def test_nothing_is_visible_until_every_rank_has_delivered(tmp_path: Path) -> None:
     deliver(tmp_path, 0)
-    pending = Commit(a_save(tmp_path), now=0.0)
+    pending = Commit(a_save(tmp_path), CommitClock(), now=0.0)
     assert not pending.advance(1.0, orphaned=False)
     assert visible(tmp_path) == []
     deliver(tmp_path, 1)
@@ -51,13 +58,13 @@ def test_an_error_of_one_rank_fails_the_save_and_names_the_rank(tmp_path: Path) 
     deliver(tmp_path, 0)
     deliver(tmp_path, 1, error="No space left on device")
     with pytest.raises(SaveError, match="rank 1: No space left"):
-        Commit(a_save(tmp_path), now=0.0).advance(1.0, orphaned=False)
+        Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_rank_that_never_delivers_fails_the_save_at_the_deadline(tmp_path: Path) -> None:
     deliver(tmp_path, 0)
-    pending = Commit(a_save(tmp_path), now=0.0)
+    pending = Commit(a_save(tmp_path), CommitClock(), now=0.0)
     assert not pending.advance(99.0, orphaned=False)
     with pytest.raises(SaveError, match="no bytes came from rank 1"):
         pending.advance(101.0, orphaned=False)
@@ -66,7 +73,7 @@ def test_a_rank_that_never_delivers_fails_the_save_at_the_deadline(tmp_path: Pat
 
 def test_an_orphan_waits_while_there_is_progress_and_gives_up_after_a_minute_of_silence(tmp_path: Path) -> None:
     deliver(tmp_path, 0)
-    pending = Commit(a_save(tmp_path), now=0.0)
+    pending = Commit(a_save(tmp_path), CommitClock(), now=0.0)
     assert not pending.advance(1.0, orphaned=True)
     (attempt_directory(tmp_path / "step=30.ckpt", "a1") / "__1_0.distcp").write_text("some")
     assert not pending.advance(59.0, orphaned=True)
@@ -86,7 +93,7 @@ def test_a_coordinator_killed_while_it_commits_is_succeeded_by_another(tmp_path:
     if when == "records gone":
         (place / "rank_0.record").unlink()
         (place / "rank_0.owner").unlink()
-    assert Commit(a_save(tmp_path), now=0.0).advance(1.0, orphaned=False)
+    assert Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     assert sorted(os.listdir(tmp_path / "step=30.ckpt")) == ["__0_0.distcp", "__1_0.distcp", "manifest.json"]
     assert is_committed(a_save(tmp_path))
 
@@ -95,8 +102,8 @@ def test_two_attempts_at_one_path_do_not_mix(tmp_path: Path) -> None:
     for rank in (0, 1):
         deliver(tmp_path, rank, "a1")
     deliver(tmp_path, 0, "a2")
-    assert Commit(a_save(tmp_path, "a1"), now=0.0).advance(1.0, orphaned=False)
-    assert not Commit(a_save(tmp_path, "a2"), now=0.0).advance(1.0, orphaned=False)
+    assert Commit(a_save(tmp_path, "a1"), CommitClock(), now=0.0).advance(1.0, orphaned=False)
+    assert not Commit(a_save(tmp_path, "a2"), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     manifest = read_manifest(tmp_path / "step=30.ckpt")
     assert manifest is not None
     assert manifest.attempt == "a1"
@@ -106,7 +113,7 @@ def test_a_commit_replaces_an_older_checkpoint_of_the_same_name(tmp_path: Path) 
     for attempt in ("a1", "a2"):
         for rank in (0, 1):
             deliver(tmp_path, rank, attempt)
-        assert Commit(a_save(tmp_path, attempt), now=0.0).advance(1.0, orphaned=False)
+        assert Commit(a_save(tmp_path, attempt), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     manifest = read_manifest(tmp_path / "step=30.ckpt")
     assert manifest is not None
     assert manifest.attempt == "a2"
@@ -118,7 +125,10 @@ def test_commit_times_increase_even_after_a_host_whose_clock_was_ahead(tmp_path:
     place = tmp_path / "step=10.ckpt"
     place.mkdir()
     (place / "manifest.json").write_bytes(Manifest(10, 1, "x", future, {}).encode())
-    assert commit.later_than_all(tmp_path) == future + 1
+    clock = CommitClock(now_ns=lambda: 5)
+    assert clock.next(tmp_path) == future + 1
+    assert clock.next(tmp_path) == future + 2
+    assert clock.next(tmp_path / "step=10.ckpt") == 5
 
 
 def attempt_of(directory: Path, pid: int, host: str | None = None) -> Path:
