@@ -257,8 +257,12 @@ class CheckpointEngine:
         return slot
 
     def _wait_written(self, slot: Slot) -> None:
-        if slot.request_id is not None:
-            self._writer.wait_written(slot.request_id)
+        patience_s = self._options.deadline_s
+        if slot.request_id is not None and not self._writer.wait_written(slot.request_id, patience_s):
+            raise WriterError(
+                f"the writer process {self.writer_pid} has not written an earlier checkpoint in {patience_s:.0f} s, so"
+                " there is no room for another. Look at the storage, or raise AsyncCheckpointIO(timeout=...)."
+            )
 
     def _make_arena(self, nbytes: int) -> None:
         """Have an arena whose slots hold this much and what may come on top."""

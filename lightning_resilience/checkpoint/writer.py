@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from lightning_resilience.errors import WriterError
 log = logging.getLogger(__name__)
 
 _MODULE = "lightning_resilience.checkpoint.writer_process"
-_MAX_RESTARTS = 5
+_MAX_RESTARTS = 5  # without a request finished in between
 
 
 @dataclass
@@ -103,9 +102,9 @@ class WriterClient:
             self._state.requests[message.id] = _Request(message, on_done)
             self._send(message)
 
-    def wait_written(self, request_id: int) -> None:
-        """Wait until the staged bytes of a save are no longer needed."""
-        self._wait(lambda: self._is(request_id, lambda request: request.written or request.done))
+    def wait_written(self, request_id: int, timeout_s: float) -> bool:
+        """Wait until the staged bytes of a save are no longer needed; False when time ran out."""
+        return self._wait(lambda: self._is(request_id, lambda request: request.written or request.done), timeout_s)
 
     def wait_idle(self, timeout_s: float | None = None, path: str | None = None) -> bool:
         """Wait until all requests (or those for ``path``) are finished; False when time ran out."""
@@ -127,6 +126,9 @@ class WriterClient:
         self._connection.close()
         if finished:
             self._process.wait()
+        else:  # reaped whenever it is done
+            name = "lightning-resilience-reaper"
+            threading.Thread(target=self._process.wait, name=name, daemon=True).start()
         return finished
 
     def _hang_up(self) -> None:
@@ -160,7 +162,6 @@ class WriterClient:
     def _listen(self) -> None:
         buffer = b""
         while True:
-            select.select([self._connection], [], [])
             try:
                 data = self._connection.recv(1 << 16)
             except OSError:
@@ -181,6 +182,7 @@ class WriterClient:
                     self._state.requests[message.id].written = True
                 self._state.changed.notify_all()
         elif isinstance(message, Done):
+            self._restarts = 0
             self._finish(message.id, message.error)
 
     def _finish(self, request_id: int, error: str) -> None:

@@ -60,7 +60,9 @@ class Link:
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
         self._buffer = b""
-        self._rank = rank
+        self._poll = select.poll()  # not select(): descriptors keep the numbers they had in a rank with thousands
+        for source in (connection.fileno(), rank):
+            self._poll.register(source, select.POLLIN)
         self.closed = False
 
     def receive(self, timeout_s: float | None) -> list[Message]:
@@ -68,8 +70,7 @@ class Link:
         if self.closed:
             time.sleep(timeout_s or 0.0)
             return []
-        sources = [self._connection.fileno(), self._rank]
-        ready = select.select(sources, [], [], timeout_s)[0]
+        ready = {source for source, _ in self._poll.poll(None if timeout_s is None else 1000 * timeout_s)}
         if not ready:
             return []
         if self._connection.fileno() not in ready:
