@@ -218,3 +218,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:
     """Apply `function` to every tensor in nested containers. torch 2.11 has no public module for it."""
     mapped: _T = _pytree.tree_map_only(Tensor, function, tree)
     return mapped
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    """All tensors in nested containers; the same module, for the same reason."""
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

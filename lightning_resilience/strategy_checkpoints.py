@@ -16,10 +16,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_resilience import _lightning
+from lightning_resilience._torch import map_tensors
 from lightning_resilience.checkpoint.candidates import META
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange
@@ -128,14 +128,12 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in host memory on rank 0, nothing elsewhere; one tensor at a time."""
 
-        def gather(value: Any) -> Any:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if not self.is_global_zero:
-                return None
-            return whole.cpu() if isinstance(whole, torch.Tensor) else whole
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            return whole.cpu() if self.is_global_zero else torch.empty(0)
 
         with torch.no_grad():
-            gathered: dict[str, Any] = tree_map(gather, state)
+            gathered = map_tensors(gather, state)
         return gathered if self.is_global_zero else {}
 
     # --- load --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience._torch import cuda_in_use, pin, unpin
+from lightning_resilience._torch import cuda_in_use, pin, tensors_in, unpin
 from lightning_resilience.checkpoint import staging
 from lightning_resilience.checkpoint.arena import Arena
 from lightning_resilience.checkpoint.envelope import archive, without_crc
@@ -355,8 +355,7 @@ def _new_attempt() -> str:
 
 def _content_bytes(content: object) -> int:
     """Bytes of all tensors in nested containers, at least as many as ``torch.save`` will write of them."""
-    leaves = torch.utils._pytree.tree_leaves(content)
-    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(content))
 
 
 def _archived(value: Any) -> bytes:

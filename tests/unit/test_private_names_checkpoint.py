@@ -1,0 +1,62 @@
+"""The private names that the checkpoint engine relies on are where they were, and do what they did."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.tensor import DTensor
+
+from lightning_resilience import _torch
+
+
+def test_a_dtensor_still_tells_its_chunks() -> None:
+    assert list(inspect.signature(DTensor.__create_chunk_list__).parameters) == ["self"]
+    assert _torch.local_chunk(torch.ones(3, 2)) == ((0, 0), (3, 2))
+
+
+def test_storage_info_is_what_the_reader_takes_apart() -> None:
+    info = _torch.storage_info("__0_0.distcp", 64, 100)
+    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 64, 100)
+    assert info.transform_descriptors is None
+
+
+def test_foreach_copy_copies_each() -> None:
+    targets = [torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)]
+    _torch.foreach_copy(targets, [torch.ones(2), torch.full((3,), 2.0, dtype=torch.bfloat16)], non_blocking=False)
+    assert targets[0].eq(1).all()
+    assert targets[1].eq(2).all()
+    _torch.foreach_copy([], [], non_blocking=False)
+
+
+def test_metadata_refers_to_nothing_else_than_the_listed_classes() -> None:
+    refused: list[tuple[str, str]] = []
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            if (module, name) not in _torch.METADATA_CLASSES and module != "torch":
+                refused.append((module, name))
+            return super().find_class(module, name)
+
+    properties = TensorProperties(torch.bfloat16, memory_format=torch.channels_last)
+    Recorder(io.BytesIO(pickle.dumps(Metadata({"a": properties})))).load()  # type: ignore[dict-item]  # only its pickle
+    assert refused == []
+
+
+def test_pinning_asks_the_cuda_runtime() -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 0
+    with mock.patch("torch.cuda.cudart", return_value=runtime):
+        assert _torch.pin(memory)
+        _torch.unpin(memory)
+    runtime.cudaHostRegister.assert_called_once_with(memory.data_ptr(), 4096, 0)
+    runtime.cudaHostUnregister.assert_called_once_with(memory.data_ptr())
+
+
+def test_tensors_are_found_in_nested_containers() -> None:
+    assert len(_torch.tensors_in({"a": [torch.ones(1), 2], "b": (torch.ones(2), {"c": torch.ones(3)})})) == 3
