@@ -64,11 +64,14 @@ class Job:
         return {pid for pid, fd in self._ranks.items() if fd not in ended}
 
     def kill(self) -> int:
-        """SIGKILL to every process, those seen last first; returns how many there were."""
+        """SIGKILL to every process; returns how many there were.
+
+        Ranks go first: a rank that outlived its writer for a moment would start another one.
+        """
         killed: set[int] = set()
         targets = self._known or self.members()
         while targets:
-            for pid in targets:
+            for pid in sorted(targets, key=lambda pid: pid not in self._ranks):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             killed |= targets
