@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -200,8 +201,12 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        """Leave when every save is committed: what a rank does next may depend on the files it finds."""
         super().teardown()
-        self.checkpoint_io.teardown()
+        if sys.exc_info()[1] is None:
+            self._together(self.checkpoint_io.teardown, SaveError)
+        else:  # the other ranks may never come
+            self.checkpoint_io.teardown()
 
     @property
     def _module(self) -> Any:

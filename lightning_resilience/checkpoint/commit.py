@@ -23,6 +23,7 @@ from lightning_resilience.errors import CheckpointError, SaveError
 
 INCOMPLETE = ".incomplete"
 _OWNER = "rank_{}.owner"
+_FAILED = "rank_{}.failed"
 _RECORD = "rank_{}.record"
 _ABANDONED_S = 3600.0
 _QUIET_S = 60.0
@@ -51,6 +52,14 @@ class Record:
         storage.flush_directory(directory)
 
 
+def report_failure(directory: Path, rank: int, error: str) -> None:
+    """Tell the coordinator that this rank's part will not come, even where there is no room left to say why."""
+    try:
+        Record(rank, {}, error).write(directory)
+    except OSError:
+        os.replace(directory / _OWNER.format(rank), directory / _FAILED.format(rank))
+
+
 def read_records(directory: Path, world_size: int) -> dict[int, Record]:
     """The records that are there so far, by rank."""
     records = {}
@@ -58,6 +67,8 @@ def read_records(directory: Path, world_size: int) -> dict[int, Record]:
         try:
             fields = json.loads((directory / _RECORD.format(rank)).read_bytes())
         except FileNotFoundError:
+            if (directory / _FAILED.format(rank)).exists():
+                records[rank] = Record(rank, {}, "its part could not be written; its own log says why")
             continue
         files = {name: FileRecord(**record) for name, record in fields["files"].items()}
         records[rank] = Record(fields["rank"], files, fields["error"])

@@ -27,6 +27,7 @@ from lightning_resilience.checkpoint.commit import (
     attempt_directory,
     is_committed,
     open_attempt,
+    report_failure,
     sweep,
 )
 from lightning_resilience.checkpoint.manifest import FileRecord, seal_tail
@@ -196,10 +197,10 @@ class Writer:
             self._sweep(directory.parent)
         try:
             files = {image.name: self._write_image(directory, image) for image in request.files}
+            Record(request.rank, files).write(directory)
         except OSError as error:
-            Record(request.rank, {}, explain(error)).write(directory)
+            report_failure(directory, request.rank, explain(error))
             raise
-        Record(request.rank, files).write(directory)
 
     def _write_image(self, directory: Path, image: FileImage) -> FileRecord:
         digest = storage.write_durably(directory / image.name, self._bytes(image))

@@ -62,6 +62,22 @@ def test_an_error_of_one_rank_fails_the_save_and_names_the_rank(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
+def test_a_rank_that_has_no_room_to_say_that_it_failed_still_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver(tmp_path, 0)
+    place = open_attempt(a_save(tmp_path, rank=1))
+
+    def full(self: Record, directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Record, "write", full)
+    commit.report_failure(place, 1, "No space left on device")
+    with pytest.raises(SaveError, match="rank 1: its part could not be written"):
+        Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=False)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_rank_that_never_delivers_fails_the_save_at_the_deadline(tmp_path: Path) -> None:
     deliver(tmp_path, 0)
     pending = Commit(a_save(tmp_path), CommitClock(), now=0.0)
