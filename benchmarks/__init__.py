@@ -1,0 +1,1 @@
+"""Measurements; `README.md` says which and what they mean."""

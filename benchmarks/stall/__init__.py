@@ -1,0 +1,1 @@
+"""What a checkpoint costs training, by method: see ``benchmarks/README.md``."""
