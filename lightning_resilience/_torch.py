@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -28,16 +28,33 @@ _T = TypeVar("_T")
 # --- checkpoint format -------------------------------------------------------------------------------------
 
 
+def sharding_spec(tensor: DTensor) -> Hashable:
+    """Shape, dtype, placements and mesh of ``tensor``, as one value that knows its hash.
+
+    ``DTensor._spec`` (torch 2.0 on). Asking for the four separately takes ten times as long, at every save.
+    """
+    return tensor._spec
+
+
 def local_chunk(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and shape of the piece of ``tensor`` that this rank holds.
 
     ``DTensor.__create_chunk_list__`` is the hook that torch.distributed.checkpoint itself asks (torch 2.4 on);
-    it is not documented outside its docstring.
+    it is not documented outside its docstring. It takes a tenth of a millisecond, so answers are remembered: a
+    model has few different specs.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+    spec = sharding_spec(tensor)
+    if spec not in _chunks:
+        if len(_chunks) > 4096:
+            _chunks.clear()
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        _chunks[spec] = tuple(chunk.offsets), tuple(chunk.sizes)
+    return _chunks[spec]
+
+
+_chunks: dict[Hashable, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
 
 def replica_coordinates(tensor: DTensor) -> list[tuple[int, int]] | None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience._torch import local_chunk, replica_coordinates, storage_info
+from lightning_resilience._torch import local_chunk, replica_coordinates, sharding_spec, storage_info
 from lightning_resilience.checkpoint.envelope import envelope
 from lightning_resilience.errors import SaveError
 
@@ -137,7 +137,7 @@ def signature(leaves: Sequence[Leaf]) -> int:
 def _trait(leaf: Leaf) -> tuple[object, ...]:
     value = leaf.value
     if isinstance(value, DTensor):
-        return leaf.name, value.shape, value.dtype, value.placements, value.device_mesh
+        return leaf.name, sharding_spec(value)
     if isinstance(value, torch.Tensor):
         return leaf.name, value.shape, value.dtype
     return (leaf.name,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -17,6 +18,40 @@ def test_the_digest_is_that_of_the_data(tmp_path: Path) -> None:
     digest = storage.write_durably(tmp_path / "a", memoryview(data))
     assert (tmp_path / "a").read_bytes() == data
     assert digest == xxhash.xxh3_64_hexdigest(data) == storage.digest_of(tmp_path / "a", len(data))
+
+
+@pytest.mark.parametrize("size", [8 << 20, (8 << 20) + 1, (20 << 20) - 1])
+@pytest.mark.parametrize("misaligned", [0, 64])
+def test_large_files_are_written_past_the_page_cache_to_the_same_bytes(
+    tmp_path: Path, size: int, misaligned: int
+) -> None:
+    memory = mmap.mmap(-1, size + misaligned)
+    memory.write(os.urandom(size + misaligned))
+    data = memoryview(memory)[misaligned:]
+    digest = storage.write_durably(tmp_path / "a", data, tail=lambda digest: b"xy", held_back=2)
+    found = (tmp_path / "a").read_bytes()
+    assert found == bytes(data[:-2]) + b"xy"
+    assert digest == xxhash.xxh3_64_hexdigest(found[:-2])
+
+
+def test_where_direct_writing_fails_half_way_the_rest_is_written_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(16 << 20)
+    write, calls = os.write, []
+
+    def refuse_the_second(fd: int, piece: memoryview) -> int:
+        calls.append(len(piece))
+        if len(calls) == 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(fd, piece)
+
+    monkeypatch.setattr(os, "write", refuse_the_second)
+    memory = mmap.mmap(-1, len(data))
+    memory.write(data)
+    digest = storage.write_durably(tmp_path / "a", memoryview(memory))
+    assert (tmp_path / "a").read_bytes() == data
+    assert digest == xxhash.xxh3_64_hexdigest(data)
 
 
 def test_a_tail_replaces_what_is_held_back(tmp_path: Path) -> None:
