@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_resilience import _lightning
 from lightning_resilience._torch import map_tensors
-from lightning_resilience.checkpoint.candidates import META
+from lightning_resilience.checkpoint.candidates import META, RANK_FILE
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange
 from lightning_resilience.checkpoint.reader import load_archive
@@ -35,7 +35,6 @@ from lightning_resilience.sharding.shard import reshard_all
 
 log = logging.getLogger(__name__)
 
-_RANK_FILE = "rank_{}.pt"
 _RANK_STATES = "lightning_resilience.rank_states"
 _T = TypeVar("_T")
 
@@ -102,7 +101,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer
-        files = {_RANK_FILE.format(self.global_rank): archive(capture_rank_state(self._trainer))}
+        files = {RANK_FILE.format(self.global_rank): archive(capture_rank_state(self._trainer))}
         if self.is_global_zero:
             files[META] = archive(checkpoint)
         self._warn_if_untrusted(plugin, files)
@@ -172,9 +171,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
         source: io.BytesIO | Path
         if states is not None:
             source = io.BytesIO(states[self.global_rank % len(states)])
-        elif path.is_dir() and (path / _RANK_FILE.format(0)).exists():
-            own = path / _RANK_FILE.format(self.global_rank)
-            source = own if own.exists() else path / _RANK_FILE.format(0)
+        elif path.is_dir() and (path / RANK_FILE.format(0)).exists():
+            own = path / RANK_FILE.format(self.global_rank)
+            source = own if own.exists() else path / RANK_FILE.format(0)
         else:
             return None
         state: dict[str, Any] = load_archive(source, f"{path} (state of rank {self.global_rank})", trust)

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 META = "meta.pt"
+RANK_FILE = "rank_{}.pt"  # only ours have it
 _SUFFIX = ".ckpt"
 _POLL_S = 0.1
 
@@ -74,7 +75,9 @@ def newest_checkpoint(dirpath: str | os.PathLike[str], *, wait_s: float = 120.0)
 def find(directory: Path) -> list[Candidate]:
     """All checkpoints directly below ``directory``, newest first."""
     entries = [entry for entry in directory.iterdir() if _may_be_checkpoint(entry)]
-    return sorted(map(examine, entries), key=lambda candidate: candidate.created_ns, reverse=True)
+    found = [examine(entry) for entry in entries]
+    present = [candidate for candidate in found if os.path.lexists(candidate.path)]  # a writer may be at work
+    return sorted(present, key=lambda candidate: candidate.created_ns, reverse=True)
 
 
 def with_predecessors(path: Path) -> list[Candidate]:
@@ -94,19 +97,21 @@ def with_predecessors(path: Path) -> list[Candidate]:
     first = examine(path)
     real = path.resolve()
     older = [candidate for candidate in find(path.absolute().parent) if candidate.path.resolve() != real]
-    return [first, *(candidate for candidate in older if candidate.created_ns <= first.created_ns)]
+    return [first, *(candidate for candidate in older if candidate.fault or candidate.created_ns <= first.created_ns)]
 
 
 def examine(path: Path) -> Candidate:
     """What can be said of a checkpoint without reading its tensors."""
-    modified_ns = path.stat().st_mtime_ns
+    modified_ns = 0
     try:
+        modified_ns = path.stat().st_mtime_ns
+        proof: Manifest | Seal | None
         if path.is_dir():
-            manifest = read_manifest(path)
-            _check_sizes(path, manifest)
-            return Candidate(path, manifest.created_ns if manifest else modified_ns, manifest)
-        seal = read_seal(path)
-        return Candidate(path, seal.created_ns if seal else modified_ns, seal)
+            proof = read_manifest(path)
+            _check_sizes(path, proof)
+        else:
+            proof = read_seal(path)
+        return Candidate(path, proof.created_ns if proof else modified_ns, proof)
     except (CheckpointError, OSError) as error:
         return Candidate(path, modified_ns, None, str(error))
 
@@ -134,6 +139,8 @@ def _check_sizes(path: Path, manifest: Manifest | None) -> None:
 
 def _check_stock(path: Path) -> None:
     """A directory that stock Lightning wrote has no proof, only the files it cannot do without."""
+    if (path / RANK_FILE.format(0)).exists():
+        raise DamagedCheckpointError(f"{path / MANIFEST} is missing")
     for name in (METADATA, META):
         if not (path / name).is_file():
             raise DamagedCheckpointError(f"{path / name} is missing: the save was not finished")

@@ -7,6 +7,7 @@ step that makes the checkpoint visible, so a kill at any instant leaves either t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -52,12 +53,16 @@ class Record:
         storage.flush_directory(directory)
 
 
-def report_failure(directory: Path, rank: int, error: str) -> None:
+def report_failure(request: Save, error: str) -> None:
     """Tell the coordinator that this rank's part will not come, even where there is no room left to say why."""
-    try:
-        Record(rank, {}, error).write(directory)
-    except OSError:
-        os.replace(directory / _OWNER.format(rank), directory / _FAILED.format(rank))
+    directory = attempt_directory(Path(request.path), request.attempt)
+    with contextlib.suppress(OSError):  # a directory that could not even be made has nobody waiting in it
+        for image in request.files:
+            (directory / image.name).unlink(missing_ok=True)
+        try:
+            Record(request.rank, {}, error).write(directory)
+        except OSError:
+            (directory / _FAILED.format(request.rank)).touch()
 
 
 def read_records(directory: Path, world_size: int) -> dict[int, Record]:
@@ -204,16 +209,17 @@ def sweep(directory: Path, now: float) -> None:
         directory: Where checkpoints are committed.
         now: Wall-clock time in seconds, to compare with file times.
     """
-    for entry in list(directory.glob(f".*{storage.REMOVED}")):
-        storage.delete(entry)
-    for attempt in list(directory.glob(f".*{INCOMPLETE}")):
-        if not _is_alive(attempt, now, _ABANDONED_S):
-            storage.delete(attempt)
+    for entry in _entries(directory):
+        is_left = entry.name.endswith(INCOMPLETE) and not _is_alive(entry, now, _ABANDONED_S)
+        if entry.name.startswith(".") and (is_left or entry.name.endswith(storage.REMOVED)):
+            with contextlib.suppress(FileNotFoundError):  # its writer was faster
+                storage.delete(entry)
 
 
 def live_attempts(directory: Path, now: float) -> list[Path]:
     """Attempts in ``directory`` that a writer is still working on, as far as can be seen from this host."""
-    return [attempt for attempt in directory.glob(f".*{INCOMPLETE}") if _is_alive(attempt, now, _QUIET_S)]
+    attempts = [entry for entry in _entries(directory) if entry.name.endswith(INCOMPLETE)]
+    return [attempt for attempt in attempts if _is_alive(attempt, now, _QUIET_S)]
 
 
 def _is_alive(attempt: Path, now: float, quiet_s: float) -> bool:
@@ -226,10 +232,10 @@ def _is_alive(attempt: Path, now: float, quiet_s: float) -> bool:
     """
     if attempt.is_file():
         return storage.is_being_written(attempt) or now - _last_change(attempt) < _OPENING_S
-    owners = [_read_owner(path) for path in attempt.glob(_OWNER.format("*"))]
+    owners = [_read_owner(path) for path in _entries(attempt) if path.match(_OWNER.format("*"))]
     if any(owner["host"] == socket.gethostname() and _is_writer(owner["pid"]) for owner in owners):
         return True
-    elsewhere = any(owner["host"] != socket.gethostname() for owner in owners)
+    elsewhere = any(owner["host"] not in ("", socket.gethostname()) for owner in owners)
     return now - _last_change(attempt) < (quiet_s if elsewhere else _OPENING_S)
 
 
@@ -237,16 +243,24 @@ def _read_owner(path: Path) -> dict[str, Any]:
     try:
         owner: dict[str, Any] = json.loads(path.read_bytes())
         return {"host": owner["host"], "pid": owner["pid"]}
-    except (OSError, ValueError, KeyError):  # being written, or its attempt was just committed
+    except (OSError, ValueError, KeyError):  # being written, or its writer was killed before it could
         return {"host": "", "pid": 0}
 
 
 def _last_change(attempt: Path) -> float:
     """When anything in it changed, in seconds since the epoch; 0 when it is gone."""
     try:
-        return max(path.stat().st_mtime for path in (attempt, *attempt.glob("*")))
+        return max(path.stat().st_mtime for path in (attempt, *_entries(attempt)))
     except OSError:
         return 0.0
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What is in it now; nothing when it was renamed or deleted meanwhile (``Path.glob`` would raise)."""
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []
 
 
 def _is_writer(pid: int) -> bool:

@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _END_OF_ZIP = b"PK\x05\x06"
 _END_OF_ZIP_SIZE = 22
+_LEGACY = b"\x80\x02"  # a pickle: how torch saved before 1.6
 _SEAL = re.compile(rb"lightning-resilience seal: xxh3=([0-9a-f]{16}) size=(\d{20}) step=(\d{20}) created=(\d{20})\Z")
 
 
@@ -113,17 +114,17 @@ def read_seal(path: Path) -> Seal | None:
         DamagedCheckpointError: The end of the file is neither ours nor the plain end of an archive.
     """
     with open(path, "rb") as file:
-        if file.read(2) != b"PK":
-            return None  # torch's old format, or not a checkpoint at all; loading will tell
+        start = file.read(2)
         length = file.seek(0, 2)
         file.seek(max(0, length - 4096))
         end = file.read()
-    if end[-_END_OF_ZIP_SIZE:].startswith(_END_OF_ZIP) and end.endswith(b"\0\0"):
-        return None
     found = _SEAL.search(end)
-    if found is None or int(found[2]) != length - len(found[0]):
-        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: its end is missing or changed")
-    return Seal(int(found[2]), found[1].decode(), int(found[3]), int(found[4]))
+    if found is not None and int(found[2]) == length - len(found[0]):
+        return Seal(int(found[2]), found[1].decode(), int(found[3]), int(found[4]))
+    ends_plainly = end[-_END_OF_ZIP_SIZE:].startswith(_END_OF_ZIP) and end.endswith(b"\0\0")
+    if start == _LEGACY or (start == b"PK" and ends_plainly):
+        return None
+    raise DamagedCheckpointError(f"the checkpoint {path} is damaged: its start or its end is missing or changed")
 
 
 def _canonical(value: object) -> bytes:

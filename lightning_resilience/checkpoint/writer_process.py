@@ -77,7 +77,10 @@ class Link:
         if self._connection.fileno() not in ready:
             self.closed = True
             return []
-        data = self._connection.recv(1 << 16)
+        try:
+            data = self._connection.recv(1 << 16)
+        except ConnectionResetError:  # it died with an answer of ours unread
+            data = b""
         self.closed = not data
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [decode(line) for line in lines]
@@ -192,14 +195,16 @@ class Writer:
 
     def _write_shard(self, request: Save) -> None:
         """This rank's files and its record, into the directory that all ranks of the attempt share."""
-        directory = open_attempt(request)
-        if request.rank == 0:
-            self._sweep(directory.parent)
         try:
+            directory = open_attempt(request)
+            if request.rank == 0:
+                self._sweep(directory.parent)
             files = {image.name: self._write_image(directory, image) for image in request.files}
             Record(request.rank, files).write(directory)
         except OSError as error:
-            report_failure(directory, request.rank, explain(error))
+            report_failure(request, explain(error))
+            if request.rank == 0:
+                Commit(request, self._clock, time.monotonic()).abandon()
             raise
 
     def _write_image(self, directory: Path, image: FileImage) -> FileRecord:

@@ -78,7 +78,7 @@ def test_one_that_was_about_to_be_replaced_counts(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == str(aside)
 
 
-@pytest.mark.parametrize("fault", ["missing", "short", "manifest", "torn stock save"])
+@pytest.mark.parametrize("fault", ["missing", "short", "manifest", "no manifest", "torn stock save"])
 def test_what_names_and_sizes_tell_is_passed_over_with_a_warning(
     tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,6 +89,9 @@ def test_what_names_and_sizes_tell_is_passed_over_with_a_warning(
         os.truncate(bad / "__0_0.distcp", 5)
     elif fault == "manifest":
         flip(bad / MANIFEST)
+    elif fault == "no manifest":
+        (bad / MANIFEST).unlink()
+        (bad / "rank_0.pt").touch()  # so it is one of ours
     else:
         (bad / MANIFEST).unlink()
         (bad / "meta.pt").unlink()
@@ -140,6 +143,19 @@ def test_a_flipped_byte_in_a_file_is_found(tmp_path: Path) -> None:
     good, bad = a_file(tmp_path, created=1), a_file(tmp_path, created=2)
     flip(bad)
     assert choose(str(bad), Alone(), fall_back=True) == good
+
+
+def test_one_that_vanishes_while_we_look_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, gone = a_checkpoint(tmp_path, step=1), a_checkpoint(tmp_path, step=2)
+    original = candidates.examine
+
+    def late(path: Path) -> candidates.Candidate:
+        if path == gone:
+            storage.delete(path)
+        return original(path)
+
+    monkeypatch.setattr(candidates, "examine", late)
+    assert [candidate.path for candidate in find(tmp_path)] == [good]
 
 
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:

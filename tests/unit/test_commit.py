@@ -67,12 +67,14 @@ def test_a_rank_that_has_no_room_to_say_that_it_failed_still_fails_the_save(
 ) -> None:
     deliver(tmp_path, 0)
     place = open_attempt(a_save(tmp_path, rank=1))
+    (place / "__1_0.distcp").write_text("as far as it came")
 
     def full(self: Record, directory: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Record, "write", full)
-    commit.report_failure(place, 1, "No space left on device")
+    commit.report_failure(a_save(tmp_path, rank=1), "No space left on device")
+    assert not (place / "__1_0.distcp").exists()
     with pytest.raises(SaveError, match="rank 1: its part could not be written"):
         Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     assert os.listdir(tmp_path) == []
@@ -189,6 +191,21 @@ def test_an_attempt_that_was_just_opened_is_given_time_to_say_by_whom(tmp_path: 
     opened = os.stat(place).st_mtime
     assert commit.live_attempts(tmp_path, now=opened + 1) == [place]
     assert commit.live_attempts(tmp_path, now=opened + 5) == []
+
+
+def test_an_owner_that_was_never_written_keeps_nothing_alive(tmp_path: Path) -> None:
+    place = tmp_path / ".step=1.ckpt.abc.incomplete"
+    place.mkdir()
+    (place / "rank_0.owner").touch()
+    later = os.stat(place).st_mtime + 3
+    assert commit.live_attempts(tmp_path, now=later) == []
+    commit.sweep(tmp_path, now=later)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_before_there_is_a_directory_is_nobodys_to_hear(tmp_path: Path) -> None:
+    commit.report_failure(a_save(tmp_path / "missing", rank=1), "Permission denied")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_reused_process_id_does_not_keep_an_attempt_alive(tmp_path: Path) -> None:

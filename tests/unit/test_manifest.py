@@ -82,5 +82,24 @@ def test_a_file_of_plain_torch_has_no_seal(tmp_path: Path) -> None:
 def test_a_truncated_seal_is_noticed(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(sealed({"weight": torch.ones(3)})[:-cut])
-    with pytest.raises(DamagedCheckpointError, match="its end is missing or changed"):
+    with pytest.raises(DamagedCheckpointError, match="missing or changed"):
         read_seal(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"P", b"XK" + b"\0" * 100])
+def test_a_file_that_does_not_begin_as_one_is_damaged(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="missing or changed"):
+        read_seal(tmp_path / "a.ckpt")
+
+
+def test_a_sealed_file_with_a_changed_start_is_still_held_to_its_seal(tmp_path: Path) -> None:
+    data = bytearray(sealed({"weight": torch.ones(3)}))
+    data[0] ^= 1
+    (tmp_path / "a.ckpt").write_bytes(data)
+    assert read_seal(tmp_path / "a.ckpt") is not None
+
+
+def test_torchs_old_format_has_no_seal(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "a.ckpt", _use_new_zipfile_serialization=False)
+    assert read_seal(tmp_path / "a.ckpt") is None
