@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,12 +42,12 @@ def _threads() -> set[threading.Thread]:
 
 
 def _leftovers(children: set[int], shm: set[str], threads: set[threading.Thread]) -> str:
-    found = {
+    found: dict[str, set[Any]] = {
         "child processes": _children() - children,
         "shared memory": _shared_memory() - shm,
         "threads": _threads() - threads,
     }
-    return ", ".join(f"{what}: {sorted(map(str, items))}" for what, items in found.items() if items)
+    return ", ".join(f"{what}: {sorted(str(item) for item in items)}" for what, items in found.items() if items)
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +59,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     deadline = time.monotonic() + 5.0  # a process that was told to leave may need a moment to be gone
     while (left := _leftovers(*before)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    changed = {
-        key for key in set(environment) | set(os.environ) if environment.get(key) != os.environ.get(key)
-    } - {"PYTEST_CURRENT_TEST"}
+    changed = {key for key in set(environment) | set(os.environ) if environment.get(key) != os.environ.get(key)} - {
+        "PYTEST_CURRENT_TEST"
+    }
     os.environ.clear()
     os.environ.update(environment)
     assert not left, f"left behind: {left}"
