@@ -153,6 +153,10 @@ class AsyncCheckpointIO(CheckpointIO):
         self._in_fit = True
         self._started().reserve(nbytes)
 
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """The optimizers have their state now: see ``CheckpointEngine.prepare``."""
+        self._started().prepare(state)
+
     def save_sharded(
         self,
         path: _PATH,

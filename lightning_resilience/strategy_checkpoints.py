@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     _exchange: Exchange = Alone()
     _readable_checked = False
+    _prepared = False
 
     @override
     def _setup_distributed(self) -> None:
@@ -61,10 +62,31 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._prepared = False
         plugin = self.checkpoint_io
         if isinstance(plugin, AsyncCheckpointIO) and self._trainer.checkpoint_callbacks:
             nbytes = expected_bytes(self._module, self.optimizers)
             self._together(lambda: plugin.reserve(nbytes), SaveError)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Once, when the optimizers have done a step: plan the saves, so that the first is as short as any."""
+        super().on_train_batch_start(batch, batch_idx)
+        plugin = self.checkpoint_io
+        if self._prepared or not all(optimizer.state for optimizer in self.optimizers):
+            return
+        self._prepared = True
+        wanted = self._trainer.checkpoint_callbacks and self._save_distributed_checkpoint
+        if wanted and isinstance(plugin, AsyncCheckpointIO):
+            state = self._named_state(
+                self.lightning_module_state_dict(), [self.optimizer_state(item) for item in self.optimizers]
+            )
+            self._together(lambda: plugin.prepare(state), SaveError)
+
+    @staticmethod
+    def _named_state(model: dict[str, Any], optimizers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """As Lightning names them in a sharded checkpoint."""
+        return {"state_dict": model, **{f"optimizer_{index}": item for index, item in enumerate(optimizers)}}
 
     # --- save --------------------------------------------------------------------------------------------------
 
@@ -98,9 +120,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def _save_sharded(
         self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
     ) -> None:
-        state = {"state_dict": checkpoint.pop("state_dict")}
-        for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
-            state[f"optimizer_{index}"] = optimizer
+        state = self._named_state(checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", []))
         files = {RANK_FILE.format(self.global_rank): archive(capture_rank_state(self._trainer))}
         if self.is_global_zero:
             files[META] = archive(checkpoint)

@@ -138,6 +138,17 @@ class CheckpointEngine:
         """
         self._make_arena(nbytes + nbytes // 50)
 
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Do beforehand what the first save of such a state would have to: plan it, and lay out the slots."""
+        leaves = flatten(state)
+        plan = self._agree("", leaves)[2]
+        _, others = staging.leaves_by_kind(leaves)
+        values = [_archived(leaf.value) for leaf in others] if self._exchange.rank == 0 else []
+        self._take_slot(staging.needed_bytes(plan.shard, values, self._metadata_file(plan, others, values)))
+        for slot in self._slots:
+            self._wait_written(slot)
+            slot.prepare(plan.shard)
+
     def save_sharded(self, path: str, step: int, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Take the state as it is now; it is durable later.
 

@@ -373,3 +373,13 @@ def test_a_report_tells_how_a_save_went(
     manifest = read_manifest(tmp_path / "1.ckpt")
     assert manifest is not None
     assert manifest.step == 7
+
+
+def test_preparing_leaves_nothing_to_plan_and_changes_no_checkpoint(engine: CheckpointEngine, tmp_path: Path) -> None:
+    engine.prepare(a_state())
+    known, arenas = len(engine._plans), os.listdir(engine._options.shm_dir)
+    assert all(slot.layout is not None for slot in engine._slots)
+    engine.save_sharded(str(tmp_path / "1.ckpt"), 1, a_state(5.0), {"meta.pt": b"x"})
+    assert (len(engine._plans), os.listdir(engine._options.shm_dir)) == (known, arenas)
+    engine.wait()
+    assert_same(loaded(tmp_path / "1.ckpt"), a_state(5.0))
