@@ -5,7 +5,9 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +15,14 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -151,3 +155,55 @@ def set_resumed_path(trainer: Trainer, path: str) -> None:
     The public setter of `trainer.ckpt_path` also makes the next `fit` load it.
     """
     trainer._checkpoint_connector._ckpt_path = path
+
+
+def agree_on_resume(trainer: Trainer, agree: Callable[[str | None], str | None]) -> None:
+    """Let all ranks restore the same checkpoint, or none: ranks that restore and ranks that do not wait for each other.
+
+    `_CheckpointConnector.resume_start` (2.0 on) is the one place that every rank passes with its own idea of the path.
+
+    Args:
+        trainer: The trainer of this rank.
+        agree: Gets this rank's path and answers with everybody's.
+    """
+    connector = trainer._checkpoint_connector
+    original = type(connector).resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        path = agree(None if not checkpoint_path else os.fspath(checkpoint_path))
+        original(connector, path, weights_only)
+
+    connector.resume_start = resume_start  # type: ignore[method-assign]  # of this instance
+
+
+def calling_trainer() -> Trainer | None:
+    """The trainer that is saving or loading a checkpoint now; a plugin is not told.
+
+    Looks up the stack for `Trainer` and `_CheckpointConnector` (2.0 on), which call plugins through the strategy.
+    """
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        if isinstance(owner, _CheckpointConnector):
+            return owner.trainer
+    return None
+
+
+def show_pending_saves(is_pending: Callable[[Trainer, str], bool]) -> None:
+    """Let `ModelCheckpoint` count a checkpoint that is still being written as one that exists.
+
+    It asks the disk whether a name is taken (`file_exists`, 2.0 on) and takes the name if not: a pending save of
+    another step would be overwritten. Called again it changes nothing.
+    """
+    if getattr(ModelCheckpoint.file_exists, "shows_pending", False):
+        return
+
+    def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
+        here = trainer.is_global_zero and (self._fs.exists(filepath) or is_pending(trainer, os.fspath(filepath)))
+        return trainer.strategy.reduce_boolean_decision(here, all=False)
+
+    file_exists.shows_pending = True  # type: ignore[attr-defined]
+    ModelCheckpoint.file_exists = file_exists  # type: ignore[method-assign]

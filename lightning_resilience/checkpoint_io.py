@@ -12,8 +12,11 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_resilience import _lightning
 from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions, SaveReport
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
@@ -65,7 +68,8 @@ class AsyncCheckpointIO(CheckpointIO):
         self._exchange: Exchange = Alone()
         self._engine: CheckpointEngine | None = None
         self._history: list[SaveReport] = []
-        self._in_fit = True  # until a first teardown: nothing tells a plugin when training starts
+        self._in_fit = True  # as far as is known: nothing tells a plugin when training starts
+        _lightning.show_pending_saves(_is_pending)
 
     @property
     def history(self) -> list[SaveReport]:
@@ -83,6 +87,8 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         _refuse_options(storage_options)
         target = local_path(path)
+        trainer = _lightning.calling_trainer()
+        self._in_fit = self._in_fit or (trainer is not None and trainer.training)
         self._started().save_file(target, int(checkpoint.get("global_step", 0)), checkpoint)
         self._finish_outside_fit()
 
@@ -96,7 +102,11 @@ class AsyncCheckpointIO(CheckpointIO):
             LoadError: There is none that can be used.
         """
         self.wait(path)
-        chosen = choose(local_path(path), Alone(), fall_back=self.fall_back)
+        trainer = _lightning.calling_trainer()
+        fitting = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        chosen = choose(local_path(path), Alone(), fall_back=fitting and self.fall_back)
+        if trainer is not None and str(chosen) != local_path(path):
+            _lightning.set_resumed_path(trainer, str(chosen))
         if chosen.is_dir():
             raise MismatchedCheckpointError(
                 f"{chosen} is a sharded checkpoint, and this strategy reads single files. Use ResilientFSDPStrategy,"
@@ -176,6 +186,10 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._engine is not None:
             self._engine.wait(None if path is None else local_path(path), self._options.deadline_s)
 
+    def is_pending(self, path: _PATH) -> bool:
+        """Whether a checkpoint of this name is on its way."""
+        return self._engine is not None and not self._engine.wait(local_path(path), timeout_s=0.0)
+
     def trusts(self, weights_only: bool | None) -> bool:
         """Whether any object may be unpickled; what a call asks for wins over the plugin's argument."""
         return self.trust if weights_only is None else not weights_only
@@ -198,6 +212,11 @@ class AsyncCheckpointIO(CheckpointIO):
             engine.close(patience_s)
         finally:
             self._history.extend(engine.history)
+
+
+def _is_pending(trainer: Trainer, path: str) -> bool:
+    plugin = trainer.strategy.checkpoint_io
+    return isinstance(plugin, AsyncCheckpointIO) and plugin.is_pending(path)
 
 
 def local_path(path: _PATH) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             self.checkpoint_io.connect(self._exchange)
         install(self._trainer)
+        _lightning.agree_on_resume(self._trainer, self._agreed_resume_path)
 
     @override
     def on_train_start(self) -> None:
@@ -113,26 +115,37 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if not isinstance(plugin, AsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._save_distributed_checkpoint:
-            self._together(lambda: self._save_sharded(plugin, dict(checkpoint), filepath, storage_options), SaveError)
+            self._save_sharded(plugin, dict(checkpoint), filepath, storage_options)
         else:
-            self._together(lambda: self._save_full(plugin, checkpoint, filepath, storage_options), SaveError)
+            self._save_full(plugin, checkpoint, filepath, storage_options)
 
     def _save_sharded(
         self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
     ) -> None:
+        """Two steps, as an error of one rank must not meet another rank in a collective."""
         state = self._named_state(checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", []))
+        files = self._together(lambda: self._small_files(plugin, checkpoint), SaveError)
+        step = checkpoint["global_step"]
+        self._together(lambda: plugin.save_sharded(path, step, state, files, storage_options), SaveError)
+
+    def _small_files(self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any]) -> dict[str, bytes]:
         files = {RANK_FILE.format(self.global_rank): archive(capture_rank_state(self._trainer))}
         if self.is_global_zero:
             files[META] = archive(checkpoint)
         self._warn_if_untrusted(plugin, files)
-        plugin.save_sharded(path, checkpoint["global_step"], state, files, storage_options)
+        return files
 
     def _save_full(
         self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
     ) -> None:
-        states = self._exchange.all_gather(archive(capture_rank_state(self._trainer)))
-        if self.is_global_zero:
-            plugin.save_checkpoint({**checkpoint, _RANK_STATES: states}, path, storage_options)
+        state = self._together(lambda: archive(capture_rank_state(self._trainer)), SaveError)
+        content = {**checkpoint, _RANK_STATES: self._exchange.all_gather(state)}
+
+        def save() -> None:
+            if self.is_global_zero:
+                plugin.save_checkpoint(content, path, storage_options)
+
+        self._together(save, SaveError)
 
     def _warn_if_untrusted(self, plugin: AsyncCheckpointIO, files: Mapping[str, bytes]) -> None:
         """Once, and now rather than on the day the checkpoint is needed."""
@@ -184,6 +197,18 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if fitting and str(chosen) != local_path(checkpoint_path):
             _lightning.set_resumed_path(self._trainer, str(chosen))
         return content
+
+    def _agreed_resume_path(self, path: str | None) -> str | None:
+        """Rank 0's, which every rank must be able to follow."""
+        paths = [json.loads(answer) for answer in self._exchange.all_gather(json.dumps(path).encode())]
+        if paths[0] is None and any(paths):
+            rank = next(rank for rank, other in enumerate(paths) if other)
+            raise LoadError(
+                f"rank {rank} was told to resume from {paths[rank]} and rank 0 from nothing. Does every rank see the"
+                " same checkpoint directory? It must be on a file system that all nodes share."
+            )
+        agreed: str | None = paths[0]
+        return agreed
 
     def _rank_state(self, path: Path, content: dict[str, Any], trust: bool) -> dict[str, Any] | None:
         """What this rank, or the rank of this number, had saved for itself; of more ranks than there were, any."""

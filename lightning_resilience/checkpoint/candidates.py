@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.commit import live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
-from lightning_resilience.errors import CheckpointError, DamagedCheckpointError, LoadError, NoValidCheckpointError
+from lightning_resilience.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedCheckpointError,
+    LoadError,
+    NoValidCheckpointError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +61,15 @@ def newest_checkpoint(dirpath: str | os.PathLike[str], *, wait_s: float = 120.0)
         The path, or None when there is no checkpoint at all (a first start).
 
     Raises:
+        ConfigurationError: ``dirpath`` is a URL or a file.
         NoValidCheckpointError: There are checkpoints and none of them is valid. Training from step 0 would
             silently throw the work away, so that is never done unasked.
     """
-    directory = Path(dirpath)
+    if "://" in os.fspath(dirpath):
+        raise ConfigurationError(f"newest_checkpoint({dirpath!r}): a URL; it looks on local and shared file systems")
+    directory = Path(dirpath).expanduser()
+    if directory.exists() and not directory.is_dir():
+        raise ConfigurationError(f"newest_checkpoint({str(dirpath)!r}): that is a file, not a directory of checkpoints")
     if not directory.is_dir():
         return None
     _wait_for_writers(directory, wait_s)
@@ -73,11 +84,18 @@ def newest_checkpoint(dirpath: str | os.PathLike[str], *, wait_s: float = 120.0)
 
 
 def find(directory: Path) -> list[Candidate]:
-    """All checkpoints directly below ``directory``, newest first."""
-    entries = [entry for entry in directory.iterdir() if _may_be_checkpoint(entry)]
-    found = [examine(entry) for entry in entries]
+    """All checkpoints below ``directory``, newest first; a metric's name with a slash in it makes folders."""
+    found = [examine(entry) for entry in _checkpoints_below(directory)]
     present = [candidate for candidate in found if os.path.lexists(candidate.path)]  # a writer may be at work
     return sorted(present, key=lambda candidate: candidate.created_ns, reverse=True)
+
+
+def _checkpoints_below(directory: Path) -> Iterator[Path]:
+    for entry in directory.iterdir():
+        if _may_be_checkpoint(entry):
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            yield from _checkpoints_below(entry)
 
 
 def with_predecessors(path: Path) -> list[Candidate]:

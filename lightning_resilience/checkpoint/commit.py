@@ -202,15 +202,18 @@ def is_committed(request: Save) -> bool:
     return manifest is not None and manifest.attempt == request.attempt
 
 
-def sweep(directory: Path, now: float) -> None:
-    """Delete what attempts that nobody works on any more have left in ``directory``.
+def sweep(directory: Path, now: float, before: float) -> None:
+    """Delete what attempts of earlier runs, on which nobody works any more, have left in ``directory``.
 
     Args:
         directory: Where checkpoints are committed.
         now: Wall-clock time in seconds, to compare with file times.
+        before: When this run started, in the same seconds. What changed since is its own: a rank that has delivered
+            its part and left looks like a dead one.
     """
     for entry in _entries(directory):
-        is_left = entry.name.endswith(INCOMPLETE) and not _is_alive(entry, now, _ABANDONED_S)
+        is_left = entry.name.endswith(INCOMPLETE) and _last_change(entry) < before
+        is_left = is_left and not _is_alive(entry, now, _ABANDONED_S)
         if entry.name.startswith(".") and (is_left or entry.name.endswith(storage.REMOVED)):
             with contextlib.suppress(FileNotFoundError):  # its writer was faster
                 storage.delete(entry)

@@ -209,8 +209,11 @@ class CheckpointEngine:
             SaveError: The last save failed, or what is pending did not become durable in time.
         """
         patience_s = self._options.deadline_s if patience_s is None else patience_s
-        finished = self._writer.close(patience_s)
-        self._drop_arena(keep_file=not finished)
+        finished = False
+        try:
+            finished = self._writer.close(patience_s)
+        finally:  # a signal handler may raise here
+            self._drop_arena(keep_file=not finished)
         if not finished:
             raise SaveError(
                 f"a checkpoint was still not durable after {patience_s:.0f} s; its writer process goes on. Look at the"
@@ -370,7 +373,9 @@ def _content_bytes(content: object) -> int:
 
 
 def _archived(value: Any) -> bytes:
-    """``archive(value)``, remembered for values that cannot change."""
+    """``archive(value)``, remembered for values that cannot change; NumPy's scalars as Python's own."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
     if isinstance(value, (bool, int, float, str, type(None))):
         return _remembered(type(value), repr(value), value)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):

@@ -114,10 +114,17 @@ def _collect(value: Any, name: str, path: Path, leaves: list[Leaf]) -> None:
     for key, item in _children(value):
         way = (*path, key)
         label = f"{name}.{key}" if path else str(key)
-        if isinstance(item, torch.Tensor) or not _children(item):
+        if isinstance(item, torch.Tensor) or _is_whole(way) or not _children(item):
             leaves.append(Leaf(label, way, item))
         else:
             _collect(item, label, way, leaves)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a value is kept in one piece, whatever it is: an entry of a module's state, an option of a group."""
+    if path[0] == "state_dict":
+        return len(path) == 2
+    return len(path) == 4 and path[1] == "param_groups"
 
 
 def _children(value: Any) -> list[tuple[str | int, Any]]:

@@ -38,10 +38,16 @@ class FileImage:
 
 @dataclass(frozen=True)
 class Attach(Message):
-    """To the writer: use this arena from now on."""
+    """To the writer: use this arena from now on.
+
+    Attributes:
+        arena: Path of its file.
+        run_started: When the rank began to save, in seconds since the epoch.
+    """
 
     kind: ClassVar[str] = "attach"
     arena: str
+    run_started: float
 
 
 @dataclass(frozen=True)

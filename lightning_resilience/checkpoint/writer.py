@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +72,7 @@ class WriterClient:
         self._state = _State()
         self._arena: str | None = None
         self._restarts = 0
+        self._born = time.time()
         self._spawn()
         self._listener = threading.Thread(target=self._listen, name="lightning-resilience-writer", daemon=True)
         self._listener.start()
@@ -84,7 +86,7 @@ class WriterClient:
         """Use the arena file at this path from now on."""
         with self._state.changed:
             self._arena = arena
-            self._send(Attach(arena))
+            self._send(Attach(arena, self._born))
 
     def submit(self, message: Save | Remove, on_done: Callable[[str], None]) -> None:
         """Ask for it and return at once.
@@ -223,7 +225,7 @@ class WriterClient:
         )
         self._spawn()
         if self._arena is not None:
-            self._send(Attach(self._arena))
+            self._send(Attach(self._arena, self._born))
         for request in requests:
             message = request.message
             self._send(replace(message, staged=not request.written) if isinstance(message, Save) else message)

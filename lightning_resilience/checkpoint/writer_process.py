@@ -121,6 +121,7 @@ class Writer:
         self._stopping = False
         self._last_save_failed = False
         self._postponed: list[Path] = []
+        self._run_started = 0.0
         self._swept: set[Path] = set()
         self._clock = CommitClock()
 
@@ -148,6 +149,7 @@ class Writer:
     def _handle(self, message: Message) -> None:
         if isinstance(message, Attach):
             self._attach(message.arena)
+            self._run_started = message.run_started
         elif isinstance(message, Save):
             self._save(message)
         elif isinstance(message, Remove):
@@ -218,7 +220,7 @@ class Writer:
 
     def _sweep(self, directory: Path) -> None:
         if directory not in self._swept:
-            sweep(directory, time.time())
+            sweep(directory, time.time(), self._run_started)
             self._swept.add(directory)
 
     def _work_in_order(self) -> None:
@@ -248,7 +250,8 @@ class Writer:
         if not error:
             postponed, self._postponed = self._postponed, []
             for path in postponed:
-                self._delete(path)
+                if path != Path(request.path):  # saved anew meanwhile
+                    self._delete(path)
         self._link.send(Done(request.id, error))
 
     def _remove(self, request: Remove) -> None:

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.manifest import read_manifest
+from lightning_resilience.checkpoint.reader import ShardReader
 from lightning_resilience.checkpoint.writer import WriterClient
 from lightning_resilience.errors import SaveError, WriterError
 
@@ -383,3 +385,24 @@ def test_preparing_leaves_nothing_to_plan_and_changes_no_checkpoint(engine: Chec
     assert (len(engine._plans), os.listdir(engine._options.shm_dir)) == (known, arenas)
     engine.wait()
     assert_same(loaded(tmp_path / "1.ckpt"), a_state(5.0))
+
+
+def test_a_name_that_was_saved_anew_is_not_deleted_by_a_removal_that_was_put_off(
+    engine: CheckpointEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    path = tmp_path / "a.ckpt"
+    engine.save_sharded(str(path), 1, a_state(), {})
+    engine.save_sharded(str(tmp_path / "a-file" / "b.ckpt"), 2, a_state(), {})
+    engine.remove(str(path))
+    engine.save_sharded(str(path), 3, a_state(3.0), {})
+    engine.wait()
+    assert_same(loaded(path), a_state(3.0))
+
+
+def test_a_numpy_learning_rate_is_plain_data(engine: CheckpointEngine, tmp_path: Path) -> None:
+    state = a_state()
+    state["optimizer_0"]["param_groups"][0]["lr"] = np.float64(0.25)
+    engine.save_sharded(str(tmp_path / "a.ckpt"), 1, state, {})
+    engine.wait()
+    assert ShardReader(tmp_path / "a.ckpt").value("optimizer_0.param_groups.0.lr", trust=False) == 0.25

@@ -15,7 +15,12 @@ from lightning_resilience.checkpoint.candidates import find, with_predecessors
 from lightning_resilience.checkpoint.exchange import Alone
 from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, seal_tail
 from lightning_resilience.checkpoint.verify import choose
-from lightning_resilience.errors import DamagedCheckpointError, LoadError, NoValidCheckpointError
+from lightning_resilience.errors import (
+    ConfigurationError,
+    DamagedCheckpointError,
+    LoadError,
+    NoValidCheckpointError,
+)
 
 
 def a_checkpoint(directory: Path, step: int, created: int | None = None, name: str | None = None) -> Path:
@@ -53,6 +58,22 @@ def test_a_first_start_has_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text("")
     (tmp_path / "lightning_logs").mkdir()
     assert newest_checkpoint(tmp_path) is None
+
+
+def test_a_home_directory_and_folders_made_by_a_slash_in_a_name_are_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = a_checkpoint(tmp_path / "ck" / "epoch=0-val", step=1, name="loss=0.63.ckpt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert newest_checkpoint("~/ck") == str(path)
+    monkeypatch.undo()
+
+
+def test_a_url_or_a_file_is_refused_rather_than_a_first_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="a URL"):
+        newest_checkpoint("s3://bucket/run")
+    with pytest.raises(ConfigurationError, match="that is a file"):
+        newest_checkpoint(a_file(tmp_path, created=1))
 
 
 def test_the_newest_is_the_last_committed_not_the_highest_step(tmp_path: Path) -> None:

@@ -159,17 +159,26 @@ def attempt_of(directory: Path, pid: int, host: str | None = None) -> Path:
 def test_the_sweep_takes_what_a_dead_writer_left(tmp_path: Path) -> None:
     attempt_of(tmp_path, pid=2**22 + 1)  # beyond the largest process id
     (tmp_path / ".old.ckpt.removed").mkdir()
-    commit.sweep(tmp_path, now=os.stat(tmp_path).st_mtime + 5)
+    commit.sweep(tmp_path, now=os.stat(tmp_path).st_mtime + 5, before=2**40)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_sweep_leaves_what_this_run_has_written_though_its_writer_is_gone(tmp_path: Path) -> None:
+    place = attempt_of(tmp_path, pid=2**22 + 1)
+    written = os.stat(place).st_mtime
+    commit.sweep(tmp_path, now=written + 60, before=written - 1)
+    assert place.exists()
+    commit.sweep(tmp_path, now=written + 60, before=written + 1)
+    assert not place.exists()
 
 
 def test_the_sweep_leaves_what_another_host_may_be_working_on(tmp_path: Path) -> None:
     place = attempt_of(tmp_path, pid=1, host="another-node")
     written = max(os.stat(place / "rank_0.owner").st_mtime, os.stat(place).st_mtime)
-    commit.sweep(tmp_path, now=written + 1800)
+    commit.sweep(tmp_path, now=written + 1800, before=2**40)
     assert commit.live_attempts(tmp_path, now=written + 30) == [place]
     assert commit.live_attempts(tmp_path, now=written + 90) == []
-    commit.sweep(tmp_path, now=written + 7200)
+    commit.sweep(tmp_path, now=written + 7200, before=2**40)
     assert not place.exists()
 
 
@@ -179,9 +188,9 @@ def test_a_single_file_belongs_to_whoever_locks_it(tmp_path: Path) -> None:
     later = os.stat(draft).st_mtime + 3600
     with open(draft, "rb") as writer:
         fcntl.flock(writer, fcntl.LOCK_SH)
-        commit.sweep(tmp_path, now=later)
+        commit.sweep(tmp_path, now=later, before=2**40)
         assert commit.live_attempts(tmp_path, now=later) == [draft]
-    commit.sweep(tmp_path, now=later)
+    commit.sweep(tmp_path, now=later, before=2**40)
     assert not draft.exists()
 
 
@@ -199,7 +208,7 @@ def test_an_owner_that_was_never_written_keeps_nothing_alive(tmp_path: Path) -> 
     (place / "rank_0.owner").touch()
     later = os.stat(place).st_mtime + 3
     assert commit.live_attempts(tmp_path, now=later) == []
-    commit.sweep(tmp_path, now=later)
+    commit.sweep(tmp_path, now=later, before=2**40)
     assert os.listdir(tmp_path) == []
 
 

@@ -40,6 +40,18 @@ def test_names_and_paths_are_those_of_torch() -> None:
     assert ours == theirs
 
 
+def test_an_entry_of_a_module_and_an_option_of_a_group_are_kept_in_one_piece() -> None:
+    extra, option = {"a": 1, "b": [torch.ones(1)]}, {"layer": 3, "tags": [1, [2]]}
+    leaves = flatten(
+        {"state_dict": {"layer._extra_state": extra}, "optimizer_0": {"state": {}, "param_groups": [{"meta": option}]}}
+    )
+    assert {leaf.name: leaf.value for leaf in leaves} == {
+        "state_dict.layer._extra_state": extra,
+        "optimizer_0.state": {},
+        "optimizer_0.param_groups.0.meta": option,
+    }
+
+
 def test_an_empty_dictionary_is_a_value_of_its_own() -> None:
     assert flatten({"state_dict": {"extra": {}}}) == [Leaf("state_dict.extra", ("state_dict", "extra"), {})]
 

@@ -18,7 +18,7 @@ from lightning_resilience.checkpoint.messages import (
 )
 
 MESSAGES: list[Message] = [
-    Attach("/dev/shm/x"),
+    Attach("/dev/shm/x", 17.5),
     Save(1, "/ckpt/näme", "ab", 30, 0, 2, (FileImage("a", 0, 10), FileImage("b", 4096, 1)), 5.0),
     Remove(2, "/ckpt/old"),
     Stop(),

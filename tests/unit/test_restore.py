@@ -31,11 +31,12 @@ class Extra(nn.Linear):
 
     note = "fresh"
 
-    def get_extra_state(self) -> str:
-        return self.note
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"note": self.note, "numbers": [1, [2]]}
 
-    def set_extra_state(self, state: str) -> None:
-        self.note = state
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["numbers"] == [1, [2]]
+        self.note = state["note"]
 
 
 def a_module(width: int = 4) -> Any:
@@ -48,7 +49,8 @@ def two_groups(module: Any) -> torch.optim.Optimizer:
     parameters: list[nn.Parameter] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters if parameter.dim() == 1]
-    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+    option = {"layer": 3, "tags": [1, [2]]}
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1, "meta": option}, {"params": vectors}]
     return torch.optim.AdamW(groups, lr=0.01)
 
 
