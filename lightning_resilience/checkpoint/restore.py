@@ -104,7 +104,9 @@ def _load_sharded_optimizer(
     root = f"optimizer_{index}"
     by_path = {reader.path_of(name): name for name in reader.names if name.startswith(f"{root}.")}
     if not by_path:
-        raise _other_optimizer(path, index, "the checkpoint has no state for it")
+        raise _other_optimizer(
+            path, index, "the checkpoint has no state for it (was it saved with save_weights_only=True?)"
+        )
     groups = _read_groups(reader, by_path, root, target.trust)
     names = group_names(target.module, optimizer)
     _check_groups(path, index, [group["params"] for group in groups], names)
@@ -183,7 +185,9 @@ def _restore_file(path: Path, target: Target) -> dict[str, Any]:
     states = content.pop("optimizer_states", [])
     for index, optimizer in enumerate(target.optimizers):
         if index >= len(states):
-            raise _other_optimizer(path, index, "the checkpoint has no state for it")
+            raise _other_optimizer(
+                path, index, "the checkpoint has no state for it (was it saved with save_weights_only=True?)"
+            )
         _load_file_optimizer(path, states[index], target, index, optimizer)
     return content
 
@@ -277,8 +281,8 @@ def _check_names(path: Path, wanted: Any, saved: Any, what: str) -> None:
     if missing or unexpected:
         raise MismatchedCheckpointError(
             f"the checkpoint {path} belongs to another {what}.{_some('Missing in it', missing)}"
-            f"{_some('Unknown to the model', unexpected)} Use the same model, or set"
-            " `strict_loading = False` on the LightningModule to load what fits."
+            f"{_some('Unknown to the model', unexpected)} Use the same model, or start this one in another"
+            " directory; `strict_loading = False` on the LightningModule loads what fits."
         )
 
 
