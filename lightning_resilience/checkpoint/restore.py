@@ -24,6 +24,7 @@ from lightning_resilience.errors import MismatchedCheckpointError
 
 _MODEL_KEYS = ("state_dict.", "model.")  # Lightning's name for FSDP2 and ours, and its name for FSDP1
 _SHOWN = 8
+_NO_STATE = "the checkpoint has no state for it (was it saved with save_weights_only=True?)"
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ def _load_sharded_optimizer(
     root = f"optimizer_{index}"
     by_path = {reader.path_of(name): name for name in reader.names if name.startswith(f"{root}.")}
     if not by_path:
-        raise _other_optimizer(
-            path, index, "the checkpoint has no state for it (was it saved with save_weights_only=True?)"
-        )
+        raise _other_optimizer(path, index, _NO_STATE)
     groups = _read_groups(reader, by_path, root, target.trust)
     names = group_names(target.module, optimizer)
     _check_groups(path, index, [group["params"] for group in groups], names)
@@ -185,9 +184,7 @@ def _restore_file(path: Path, target: Target) -> dict[str, Any]:
     states = content.pop("optimizer_states", [])
     for index, optimizer in enumerate(target.optimizers):
         if index >= len(states):
-            raise _other_optimizer(
-                path, index, "the checkpoint has no state for it (was it saved with save_weights_only=True?)"
-            )
+            raise _other_optimizer(path, index, _NO_STATE)
         _load_file_optimizer(path, states[index], target, index, optimizer)
     return content
 
