@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -141,12 +142,18 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         handling = sys.exc_info()[1] is not None
         self._in_fit = False
+        failure: SaveError | None = None
         try:
             self._close(_PATIENCE_ON_ERROR_S if handling else None)
         except SaveError as error:
-            if not handling:
-                raise
-            log.error("%s", error)
+            failure = error
+        if handling and failure is not None:
+            log.error("%s", failure)
+        elif not handling:
+            if isinstance(self._exchange, Alone):
+                _meet()
+            if failure is not None:
+                raise failure
 
     # --- what our strategy calls, on all ranks -----------------------------------------------------------------
 
@@ -212,6 +219,12 @@ class AsyncCheckpointIO(CheckpointIO):
             engine.close(patience_s)
         finally:
             self._history.extend(engine.history)
+
+
+def _meet() -> None:
+    """With DDP only rank 0 knows of saves; the others may look for files next, so they wait until those are there."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def _is_pending(trainer: Trainer, path: str) -> bool:
