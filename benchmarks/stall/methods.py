@@ -213,12 +213,13 @@ class Nvrx:
 
 
 class Ours:
-    """The checkpoint engine, as the strategy sets it up at the start of ``fit``."""
+    """The checkpoint engine, set up as the strategy does: memory when ``fit`` starts, the plan after the first step."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
         self._engine = CheckpointEngine(EngineOptions(), GroupExchange(dist.new_group(backend="gloo")))
         self._engine.reserve(size_of(state))
+        self._engine.prepare(state)
         self._files = {"meta.pt": bytes(10_000)} if dist.get_rank() == 0 else {}
         self._began = 0.0
 
