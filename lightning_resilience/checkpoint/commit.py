@@ -65,19 +65,16 @@ def report_failure(request: Save, error: str) -> None:
             (directory / _FAILED.format(request.rank)).touch()
 
 
-def read_records(directory: Path, world_size: int) -> dict[int, Record]:
-    """The records that are there so far, by rank."""
-    records = {}
-    for rank in range(world_size):
-        try:
-            fields = json.loads((directory / _RECORD.format(rank)).read_bytes())
-        except FileNotFoundError:
-            if (directory / _FAILED.format(rank)).exists():
-                records[rank] = Record(rank, {}, "its part could not be written; its own log says why")
-            continue
-        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-        records[rank] = Record(fields["rank"], files, fields["error"])
-    return records
+def read_record(directory: Path, rank: int) -> Record | None:
+    """A rank's record, or None while it has not delivered."""
+    try:
+        fields = json.loads((directory / _RECORD.format(rank)).read_bytes())
+    except FileNotFoundError:
+        if (directory / _FAILED.format(rank)).exists():
+            return Record(rank, {}, "its part could not be written; its own log says why")
+        return None
+    files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+    return Record(fields["rank"], files, fields["error"])
 
 
 def open_attempt(request: Save) -> Path:
@@ -126,6 +123,7 @@ class Commit:
         self.directory = attempt_directory(self.path, request.attempt)
         self._deadline = now + request.deadline_s
         self._progress = (-1, now)
+        self._records: dict[int, Record] = {}
 
     def advance(self, now: float, orphaned: bool) -> bool:
         """Commit if every rank has delivered; True when done, False to be called again.
@@ -140,32 +138,40 @@ class Commit:
         if self._is_decided():  # by a writer that was killed before it could rename
             self._publish()
             return True
-        records = read_records(self.directory, self.request.world_size)
-        failed = [f"rank {record.rank}: {record.error}" for record in records.values() if record.error]
+        self._collect()
+        failed = [f"rank {record.rank}: {record.error}" for record in self._records.values() if record.error]
         if failed:
             self.abandon()
             raise SaveError("; ".join(failed))
-        if len(records) == self.request.world_size:
-            self._commit(records.values())
+        if not self._missing:
+            self._commit(self._records.values())
             return True
-        self._check_patience(records, now, orphaned)
+        self._check_patience(now, orphaned)
         return False
+
+    @property
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.request.world_size) if rank not in self._records]
+
+    def _collect(self) -> None:
+        """Take what has come since; of a thousand ranks only the missing ones are asked for again."""
+        for rank in self._missing:
+            if (record := read_record(self.directory, rank)) is not None:
+                self._records[rank] = record
 
     def abandon(self) -> None:
         """Delete what was written."""
         if self.directory.exists():
             storage.delete(self.directory)
 
-    def _check_patience(self, records: dict[int, Record], now: float, orphaned: bool) -> None:
-        size = sum(entry.stat().st_size for entry in os.scandir(self.directory))
-        if size != self._progress[0]:
+    def _check_patience(self, now: float, orphaned: bool) -> None:
+        if orphaned and (size := _size_of(self.directory)) != self._progress[0]:
             self._progress = (size, now)
-        late = now > self._deadline or (orphaned and now > self._progress[1] + _QUIET_S)
-        if not late:
+        if now <= self._deadline and not (orphaned and now > self._progress[1] + _QUIET_S):
             return
-        missing = sorted(set(range(self.request.world_size)) - set(records))
+        missing = ", ".join(map(str, self._missing))
         self.abandon()
-        raise SaveError(f"no bytes came from rank {', '.join(map(str, missing))} in time")
+        raise SaveError(f"no bytes came from rank {missing} in time")
 
     def _commit(self, records: Iterable[Record]) -> None:
         files = {name: record for entry in records for name, record in entry.files.items()}
@@ -256,6 +262,15 @@ def _last_change(attempt: Path) -> float:
         return max(path.stat().st_mtime for path in (attempt, *_entries(attempt)))
     except OSError:
         return 0.0
+
+
+def _size_of(attempt: Path) -> int:
+    """Bytes of its files; other ranks are renaming theirs meanwhile."""
+    total = 0
+    for entry in _entries(attempt):
+        with contextlib.suppress(FileNotFoundError):
+            total += entry.stat().st_size
+    return total
 
 
 def _entries(directory: Path) -> list[Path]:

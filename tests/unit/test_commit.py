@@ -116,6 +116,14 @@ def test_a_coordinator_killed_while_it_commits_is_succeeded_by_another(tmp_path:
     assert is_committed(a_save(tmp_path))
 
 
+def test_a_file_that_another_rank_renames_while_we_count_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver(tmp_path, 0)
+    monkeypatch.setattr(commit, "_entries", lambda directory: [directory / "rank_1.draft-17"])
+    assert not Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=True)
+
+
 def test_two_attempts_at_one_path_do_not_mix(tmp_path: Path) -> None:
     for rank in (0, 1):
         deliver(tmp_path, rank, "a1")
