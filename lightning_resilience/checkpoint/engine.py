@@ -27,6 +27,7 @@ import torch
 from lightning_resilience._torch import cuda_in_use, pin, tensors_in, unpin
 from lightning_resilience.checkpoint import staging
 from lightning_resilience.checkpoint.arena import Arena
+from lightning_resilience.checkpoint.candidates import METADATA
 from lightning_resilience.checkpoint.envelope import archive, without_crc
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.layout import (
@@ -45,7 +46,6 @@ from lightning_resilience.errors import SaveError, WriterError
 
 log = logging.getLogger(__name__)
 
-METADATA = ".metadata"
 _SLACK = 4 << 20  # for what grows: meta files, values that are not tensors
 
 

@@ -89,8 +89,8 @@ def _load_sharded_model(reader: ShardReader, path: Path, target: Target) -> None
 
 def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor], others: dict[str, Any]) -> None:
     """What is neither parameter nor buffer (metric states, extra state) only the module can put back."""
-    held = {clean_name(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    held |= {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = module.named_parameters(remove_duplicate=False)
+    held = {clean_name(name) for name, _ in (*parameters, *module.named_buffers())}
     for name, tensor in tensors.items():
         if name not in held:
             others[name] = tensor

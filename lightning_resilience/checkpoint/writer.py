@@ -43,11 +43,6 @@ class _Request:
     message: Save | Remove
     on_done: Callable[[str], None]
     written: bool = False
-    error: str | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.error is not None
 
 
 @dataclass
@@ -106,7 +101,7 @@ class WriterClient:
 
     def wait_written(self, request_id: int, timeout_s: float) -> bool:
         """Wait until the staged bytes of a save are no longer needed; False when time ran out."""
-        return self._wait(lambda: self._is(request_id, lambda request: request.written or request.done), timeout_s)
+        return self._wait(lambda: self._is_written(request_id), timeout_s)
 
     def wait_idle(self, timeout_s: float | None = None, path: str | None = None) -> bool:
         """Wait until all requests (or those for ``path``) are finished; False when time ran out."""
@@ -142,9 +137,9 @@ class WriterClient:
         with self._state.changed:
             return self._state.changed.wait_for(condition, timeout_s)
 
-    def _is(self, request_id: int, condition: Callable[[_Request], bool]) -> bool:
+    def _is_written(self, request_id: int) -> bool:
         request = self._state.requests.get(request_id)
-        return request is None or condition(request)
+        return request is None or request.written  # a finished one is forgotten
 
     def _unfinished(self, path: str | None) -> bool:
         return any(path in (None, request.message.path) for request in self._state.requests.values())
@@ -194,7 +189,6 @@ class WriterClient:
             return
         request.on_done(error)  # before it counts as finished: whoever waits for it sees the result
         with self._state.changed:
-            request.error = error
             del self._state.requests[request_id]
             self._state.changed.notify_all()
 
