@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.commit import live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
+from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.errors import (
     CheckpointError,
     ConfigurationError,

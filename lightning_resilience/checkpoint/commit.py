@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, read_seal
 from lightning_resilience.checkpoint.messages import Save
+from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.errors import CheckpointError, SaveError
 
 INCOMPLETE = ".incomplete"

@@ -9,10 +9,10 @@ import json
 import logging
 from pathlib import Path
 
-from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.candidates import Candidate, examine, none_valid, with_predecessors
 from lightning_resilience.checkpoint.exchange import Exchange
 from lightning_resilience.checkpoint.manifest import Manifest, Seal
+from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.errors import DamagedCheckpointError, LoadError
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from pathlib import Path
 
-from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.commit import (
     Commit,
     CommitClock,
@@ -43,6 +42,7 @@ from lightning_resilience.checkpoint.messages import (
     decode,
     encode,
 )
+from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.errors import SaveError
 
 _NICENESS = 10  # training has the processor first

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lightning_resilience import newest_checkpoint
-from lightning_resilience.checkpoint import candidates, storage
+from lightning_resilience.checkpoint import candidates
 from lightning_resilience.checkpoint.candidates import find, with_predecessors
 from lightning_resilience.checkpoint.exchange import Alone
 from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, seal_tail
+from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import (
     ConfigurationError,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_resilience.checkpoint import storage
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.layout import GlobalLayout, flatten, plan_shard
 from lightning_resilience.checkpoint.restore import Target, restore
@@ -23,6 +22,7 @@ from lightning_resilience.checkpoint.state import (
     model_state,
     optimizer_state,
 )
+from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from lightning_resilience.checkpoint import storage
+from lightning_resilience.checkpoint.storage import local as storage
 
 
 def test_the_digest_is_that_of_the_data(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Making bytes durable on a local or shared POSIX file system, and making a checkpoint appear in one step.
+"""Local and shared POSIX file systems: bytes become durable, and a checkpoint appears in one step.
 
-Runs in the writer process; knows files, not checkpoints. Nothing here calls ``os.sync()``: only what we wrote
-is flushed.
+Knows files, not checkpoints. Nothing here calls ``os.sync()``: only what we wrote is flushed.
 """
 
 from __future__ import annotations
@@ -13,9 +12,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 
 import xxhash
+
+from lightning_resilience.checkpoint.storage.protocol import Entry, no_tail
 
 _CHUNK = 1 << 20  # hashed while it is in the cache, then written
 _DIRECT = 4 << 20  # written past the page cache; larger pieces were no faster
@@ -26,8 +29,89 @@ REPLACED = ".replaced"
 REMOVED = ".removed"
 
 
+@dataclass(frozen=True)
+class LocalStorage:
+    """See :class:`~lightning_resilience.checkpoint.storage.protocol.Storage`; has no state."""
+
+    @property
+    def renames(self) -> bool:
+        """Directories are moved in one step."""
+        return True
+
+    def entries(self, directory: str) -> list[Entry]:
+        """Names that vanish while they are looked at are left out."""
+        try:
+            with os.scandir(directory) as scan:
+                found = [_entry(item) for item in scan]
+        except OSError:
+            return []
+        return [entry for entry in found if entry is not None]
+
+    def stat(self, path: str) -> Entry | None:
+        """A link that leads nowhere is nothing."""
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        is_link = os.path.islink(path)
+        return Entry(os.path.basename(path), status.st_size, status.st_mtime, S_ISDIR(status.st_mode), is_link)
+
+    def read(self, path: str) -> bytes:
+        """The file's bytes."""
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """With as few calls as the kernel allows."""
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            done = 0
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                done += count
+        return done
+
+    def digest(self, path: str, size: int) -> str:
+        """In one pass through a small buffer."""
+        return digest_of(path, size)
+
+    def make_directory(self, path: str) -> None:
+        """With its parents."""
+        os.makedirs(path, exist_ok=True)
+
+    def write(self, path: str, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0) -> str:
+        """Past the page cache where that pays, and flushed to the device."""
+        return write_durably(path, data, tail, held_back)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Under another name first."""
+        draft = f"{path}.draft-{os.getpid()}"
+        write_durably(draft, memoryview(data))
+        os.rename(draft, path)
+        flush_directory(Path(path).parent)
+
+    def is_being_written(self, path: str) -> bool:
+        """The writer holds a lock on the file, also from another host that shares the file system."""
+        return is_being_written(path)
+
+    def publish(self, source: str, target: str) -> None:
+        """By a rename, or by exchanging two names."""
+        put_in_place(Path(source), Path(target))
+
+    def delete(self, path: str) -> None:
+        """A directory loses its name before its content."""
+        delete(Path(path))
+
+
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    try:
+        status = item.stat(follow_symlinks=False)
+        return Entry(item.name, status.st_size, status.st_mtime, item.is_dir(), item.is_symlink())
+    except FileNotFoundError:
+        return None
+
+
 def write_durably(
-    path: Path, data: memoryview, tail: Callable[[str], bytes] = lambda digest: b"", held_back: int = 0
+    path: str | Path, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0
 ) -> str:
     """Write ``data`` to a new file, flush it to the device and return the digest (xxh3-64, hex) of ``data``.
 
@@ -56,7 +140,7 @@ def write_durably(
     return digest.hexdigest()
 
 
-def _write_directly(path: Path, body: memoryview, digest: xxhash.xxh3_64) -> int:
+def _write_directly(path: str | Path, body: memoryview, digest: xxhash.xxh3_64) -> int:
     """Write whole pages past the page cache, and return how many bytes that were.
 
     Copying into the cache costs more processor time than everything else here, and training is what it is taken
@@ -83,7 +167,7 @@ def _write_directly(path: Path, body: memoryview, digest: xxhash.xxh3_64) -> int
     return done
 
 
-def digest_of(path: Path, size: int) -> str:
+def digest_of(path: str | Path, size: int) -> str:
     """Digest (xxh3-64, hex) of the first ``size`` bytes of a file."""
     digest = xxhash.xxh3_64()
     buffer = memoryview(bytearray(4 << 20))
@@ -94,7 +178,7 @@ def digest_of(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def is_being_written(path: Path) -> bool:
+def is_being_written(path: str | Path) -> bool:
     """Whether a process, on this host or one that shares the file system, is in :func:`write_durably` for it."""
     try:
         with open(path, "rb") as file:
