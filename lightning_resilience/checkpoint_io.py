@@ -18,8 +18,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_resilience import _lightning
-from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions, SaveReport
+from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.history import SaveReport
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.checkpoint.verify import choose

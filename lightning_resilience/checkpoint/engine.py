@@ -12,10 +12,8 @@ calls them in the same order. The flow of a save:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,57 +22,21 @@ from typing import Any
 
 import torch
 
-from lightning_resilience._torch import cuda_in_use, pin, tensors_in, unpin
+from lightning_resilience._torch import tensors_in
 from lightning_resilience.checkpoint import staging
-from lightning_resilience.checkpoint.arena import Arena
-from lightning_resilience.checkpoint.candidates import METADATA
-from lightning_resilience.checkpoint.envelope import archive, without_crc
+from lightning_resilience.checkpoint.envelope import without_crc
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
-from lightning_resilience.checkpoint.layout import (
-    GlobalLayout,
-    Leaf,
-    Path,
-    ShardLayout,
-    flatten,
-    plan_shard,
-    signature,
-)
+from lightning_resilience.checkpoint.history import History, SaveReport
+from lightning_resilience.checkpoint.layout import Leaf, flatten, signature
 from lightning_resilience.checkpoint.messages import FileImage, Remove, Save
+from lightning_resilience.checkpoint.plans import Plan, Plans
+from lightning_resilience.checkpoint.slots import SLACK, Slots
 from lightning_resilience.checkpoint.staging import Slot
+from lightning_resilience.checkpoint.values import archived
 from lightning_resilience.checkpoint.writer import WriterClient
 from lightning_resilience.errors import SaveError, WriterError
 
 log = logging.getLogger(__name__)
-
-_SLACK = 4 << 20  # for what grows: meta files, values that are not tensors
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """How one save went, seen from this rank.
-
-    Attributes:
-        path: Where the checkpoint is, or was to be.
-        step: Optimizer steps done when the state was taken.
-        bytes: Bytes that this rank staged.
-        stall_s: Seconds for which training waited.
-        durable_s: Seconds from the call until it was committed (on other ranks than 0: until this rank's part
-            was durable); None while that is open or when it failed.
-        error: Why it failed, in words; None while it is open or when it succeeded.
-    """
-
-    path: str
-    step: int
-    bytes: int
-    stall_s: float
-    durable_s: float | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    shard: ShardLayout
-    whole: GlobalLayout | None  # rank 0 has it
 
 
 @dataclass(frozen=True)
@@ -110,20 +72,16 @@ class CheckpointEngine:
         self._options = options
         self._exchange = exchange or Alone()
         self._writer = writer()
-        self._arena: Arena | None = None
-        self._memory: torch.Tensor | None = None
-        self._pinned = False
-        self._slots: list[Slot] = []
-        self._plans: dict[int, _Plan] = {}
+        rank = self._exchange.rank
+        self._slots = Slots(options.shm_dir, options.slots, options.deadline_s, f"rank{rank}", self._writer)
+        self._plans = Plans(self._exchange)
+        self._history = History(logging.INFO if rank == 0 else logging.DEBUG)
         self._next_id = 0
-        self._reports: dict[int, SaveReport] = {}
-        self._lock = threading.Lock()
 
     @property
     def history(self) -> list[SaveReport]:
         """Reports of all saves, oldest first."""
-        with self._lock:
-            return [self._reports[key] for key in sorted(self._reports)]
+        return self._history.reports
 
     @property
     def writer_pid(self) -> int:
@@ -136,17 +94,17 @@ class CheckpointEngine:
         Raises:
             ArenaError: There is not enough shared memory.
         """
-        self._make_arena(nbytes + nbytes // 50)
+        self._slots.reserve(nbytes + nbytes // 50)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do beforehand what the first save of such a state would have to: plan it, and lay out the slots."""
         leaves = flatten(state)
         plan = self._agree("", leaves)[2]
         _, others = staging.leaves_by_kind(leaves)
-        values = [_archived(leaf.value) for leaf in others] if self._exchange.rank == 0 else []
-        self._take_slot(staging.needed_bytes(plan.shard, values, self._metadata_file(plan, others, values)))
+        values = self._values(others)
+        self._slots.take(staging.needed_bytes(plan.shard, values, plan.metadata(others, values)))
         for slot in self._slots:
-            self._wait_written(slot)
+            self._slots.wait_written(slot)
             slot.prepare(plan.shard)
 
     def save_sharded(self, path: str, step: int, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
@@ -165,9 +123,9 @@ class CheckpointEngine:
         leaves = flatten(state)
         path, attempt, plan = self._agree(path, leaves)
         tensors, others = staging.leaves_by_kind(leaves)
-        values = [_archived(leaf.value) for leaf in others] if self._exchange.rank == 0 else []
-        files = {**files, **self._metadata_file(plan, others, values)}
-        slot = self._take_slot(staging.needed_bytes(plan.shard, values, files))
+        values = self._values(others)
+        files = {**files, **plan.metadata(others, values)}
+        slot = self._slots.take(staging.needed_bytes(plan.shard, values, files))
         shard = staging.stage_shard(slot, plan.shard, tensors, values)
         end = shard.offset - slot.offset + shard.size
         self._submit(slot, path, step, attempt, [shard, *staging.stage_files(slot, end, files)], began)
@@ -179,7 +137,7 @@ class CheckpointEngine:
             SaveError: It cannot be taken.
         """
         began = time.monotonic()
-        slot, file = self._stage_file(content, _content_bytes(content) + _SLACK)
+        slot, file = self._stage_file(content, _content_bytes(content) + SLACK)
         if not file.fits:  # something big that is not a tensor
             slot, file = self._stage_file(content, file.size)
         image = FileImage("", slot.offset, file.size)
@@ -213,7 +171,7 @@ class CheckpointEngine:
         try:
             finished = self._writer.close(patience_s)
         finally:  # a signal handler may raise here
-            self._drop_arena(keep_file=not finished)
+            self._slots.close(keep_file=not finished)
         if not finished:
             raise SaveError(
                 f"a checkpoint was still not durable after {patience_s:.0f} s; its writer process goes on. Look at the"
@@ -223,91 +181,22 @@ class CheckpointEngine:
             raise SaveError(f"the last checkpoint, {history[-1].path}, was not saved: {history[-1].error}")
 
     def _stage_file(self, content: object, nbytes: int) -> tuple[Slot, staging.SlotFile]:
-        slot = self._take_slot(nbytes)
+        slot = self._slots.take(nbytes)
         file = staging.SlotFile(slot)
         with without_crc():
             torch.save(content, file)  # type: ignore[arg-type]  # write is all it needs
         return slot, file
 
-    def _agree(self, path: str, leaves: Sequence[Leaf]) -> tuple[str, str, _Plan]:
+    def _agree(self, path: str, leaves: Sequence[Leaf]) -> tuple[str, str, Plan]:
         key = signature(leaves)
         mine = json.dumps({"path": path, "attempt": _new_attempt(), "known": key in self._plans})
         answers = [json.loads(answer) for answer in self._exchange.all_gather(mine.encode())]
-        if not all(answer["known"] for answer in answers):
-            self._plans[key] = self._make_plan(leaves)
-        return answers[0]["path"], answers[0]["attempt"], self._plans[key]
+        plan = self._plans.get(key, leaves, known=all(answer["known"] for answer in answers))
+        return answers[0]["path"], answers[0]["attempt"], plan
 
-    def _make_plan(self, leaves: Sequence[Leaf]) -> _Plan:
-        shard = plan_shard(leaves, self._exchange.rank)
-        layouts = [ShardLayout.decode(data) for data in self._exchange.all_gather(shard.encode())]
-        whole, fault = None, ""
-        if self._exchange.rank == 0:
-            try:
-                whole = GlobalLayout(layouts)
-            except SaveError as error:
-                fault = str(error)
-        if fault := self._exchange.all_gather(fault.encode())[0].decode():  # all ranks raise, or none
-            raise SaveError(fault)
-        return _Plan(shard, whole)
-
-    def _metadata_file(self, plan: _Plan, others: Sequence[Leaf], values: Sequence[bytes]) -> dict[str, bytes]:
-        if plan.whole is None:
-            return {}
-        places: list[tuple[str, Path, int, int]] = []
-        start = plan.shard.size
-        for leaf, value in zip(others, values, strict=True):
-            places.append((leaf.name, leaf.path, start, len(value)))
-            start += len(value)
-        return {METADATA: plan.whole.encode(tuple(places))}
-
-    def _take_slot(self, nbytes: int) -> Slot:
-        """A slot that nobody reads, of at least this size; the one used longest ago."""
-        self._make_arena(nbytes)
-        slot = min(self._slots, key=lambda slot: -1 if slot.request_id is None else slot.request_id)
-        self._wait_written(slot)
-        assert self._arena is not None
-        self._arena.ready()
-        self._pin()
-        return slot
-
-    def _wait_written(self, slot: Slot) -> None:
-        patience_s = self._options.deadline_s
-        if slot.request_id is not None and not self._writer.wait_written(slot.request_id, patience_s):
-            raise WriterError(
-                f"the writer process {self.writer_pid} has not written an earlier checkpoint in {patience_s:.0f} s, so"
-                " there is no room for another. Look at the storage, or raise AsyncCheckpointIO(timeout=...)."
-            )
-
-    def _make_arena(self, nbytes: int) -> None:
-        """Have an arena whose slots hold this much and what may come on top."""
-        if self._arena is not None and self._arena.slot_bytes >= nbytes:
-            return
-        for slot in self._slots:
-            self._wait_written(slot)
-        self._drop_arena()
-        rank = f"rank{self._exchange.rank}"
-        arena = Arena(self._options.shm_dir, nbytes + _SLACK, self._options.slots, rank)
-        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        offsets = range(0, arena.size, arena.slot_bytes)
-        self._slots = [Slot(offset, memory[offset : offset + arena.slot_bytes]) for offset in offsets]
-        self._arena, self._memory = arena, memory
-        self._writer.attach(arena.path)
-
-    def _pin(self) -> None:
-        """Where there is a GPU its copies go straight into the arena."""
-        if self._pinned or self._memory is None or not cuda_in_use():
-            return
-        self._pinned = pin(self._memory)
-        if not self._pinned:
-            log.warning("CUDA could not pin the staging memory: saves will stall training longer than they need to")
-
-    def _drop_arena(self, keep_file: bool = False) -> None:
-        if self._memory is not None and self._pinned:
-            unpin(self._memory)
-        self._slots, self._memory, self._pinned = [], None, False
-        if self._arena is not None:
-            self._arena.close(keep_file)
-        self._arena = None
+    def _values(self, others: Sequence[Leaf]) -> list[bytes]:
+        """What is not a tensor is rank 0's, all of it."""
+        return [archived(leaf.value) for leaf in others] if self._exchange.rank == 0 else []
 
     def _submit(
         self,
@@ -331,32 +220,12 @@ class CheckpointEngine:
         )
         slot.request_id = save.id
         staged = sum(image.size for image in images)
-        with self._lock:
-            self._reports[save.id] = SaveReport(path, step, staged, time.monotonic() - began)
+        self._history.staged(save.id, SaveReport(path, step, staged, time.monotonic() - began))
         try:
-            self._writer.submit(save, lambda error: self._on_done(save.id, began, error))
+            self._writer.submit(save, lambda error: self._history.finished(save.id, began, error))
         except WriterError as error:
-            self._on_done(save.id, began, str(error))
+            self._history.finished(save.id, began, str(error))
             raise
-
-    def _on_done(self, request_id: int, began: float, error: str) -> None:
-        seconds = time.monotonic() - began
-        with self._lock:
-            report = self._reports[request_id]
-            outcome: dict[str, Any] = {"error": error} if error else {"durable_s": seconds}
-            self._reports[request_id] = dataclasses.replace(report, **outcome)
-        if error:
-            log.error("the checkpoint %s (step %d) was NOT saved: %s", report.path, report.step, error)
-        else:
-            log.log(
-                logging.INFO if self._exchange.rank == 0 else logging.DEBUG,
-                "checkpoint %s (step %d): %.1f MB staged in %.1f ms, durable after %.2f s",
-                report.path,
-                report.step,
-                report.bytes / 1e6,
-                1e3 * report.stall_s,
-                seconds,
-            )
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -370,26 +239,3 @@ def _new_attempt() -> str:
 def _content_bytes(content: object) -> int:
     """Bytes of all tensors in nested containers, at least as many as ``torch.save`` will write of them."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(content))
-
-
-def _archived(value: Any) -> bytes:
-    """``archive(value)``, remembered for values that cannot change; NumPy's scalars as Python's own."""
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        value = value.item()
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return _remembered(type(value), repr(value), value)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return _remembered(list, "\0".join(value), value)
-    return archive(value)
-
-
-_memory: dict[tuple[type, str], bytes] = {}
-
-
-def _remembered(kind: type, text: str, value: object) -> bytes:
-    key = (kind, text)
-    if key not in _memory:
-        if len(_memory) > 1000:
-            _memory.clear()
-        _memory[key] = archive(value)
-    return _memory[key]
