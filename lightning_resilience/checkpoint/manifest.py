@@ -14,10 +14,12 @@ from typing import Any
 
 import xxhash
 
+from lightning_resilience.checkpoint.digest import pieces
 from lightning_resilience.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, FORMAT)  # 1 had one digest a file
 _END_OF_ZIP = b"PK\x05\x06"
 _END_OF_ZIP_SIZE = 22
 _LEGACY = b"\x80\x02"  # a pickle: how torch saved before 1.6
@@ -26,7 +28,7 @@ _SEAL = re.compile(rb"lightning-resilience seal: xxh3=([0-9a-f]{16}) size=(\d{20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and xxh3-64 digest (hex) of one file."""
+    """Size of one file in bytes, and its digest as :mod:`~lightning_resilience.checkpoint.digest` has it."""
 
     size: int
     xxh3: str
@@ -91,9 +93,9 @@ def read_manifest(directory: Path) -> Manifest | None:
         body: dict[str, Any] = content["manifest"]
         if xxhash.xxh3_64(_canonical(body)).hexdigest() != content["xxh3"]:
             raise ValueError("its checksum does not match")
-        if body.pop("format") != FORMAT:
+        if body.pop("format") not in _READABLE:
             raise ValueError("it was written by a newer version of lightning_resilience")
-        files = {_safe_name(name): FileRecord(**record) for name, record in body.pop("files").items()}
+        files = {_safe_name(name): _record(**record) for name, record in body.pop("files").items()}
         return Manifest(files=files, **body)
     except FileNotFoundError:
         return None
@@ -129,6 +131,13 @@ def read_seal(path: Path) -> Seal | None:
 
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _record(size: int, xxh3: str) -> FileRecord:
+    if type(size) is not int or size < 0 or type(xxh3) is not str:
+        raise ValueError(f"size {size!r} and digest {str(xxh3)[:40]!r} are none")
+    pieces(size, xxh3)
+    return FileRecord(size, xxh3)
 
 
 def _safe_name(name: str) -> str:

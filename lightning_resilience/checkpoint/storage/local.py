@@ -18,6 +18,7 @@ from stat import S_ISDIR
 
 import xxhash
 
+from lightning_resilience.checkpoint.digest import Digest, new_digest
 from lightning_resilience.checkpoint.storage.protocol import Entry, no_tail
 
 _CHUNK = 1 << 20  # hashed while it is in the cache, then written
@@ -113,7 +114,7 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
 def write_durably(
     path: str | Path, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0
 ) -> str:
-    """Write ``data`` to a new file, flush it to the device and return the digest (xxh3-64, hex) of ``data``.
+    """Write ``data`` to a new file, flush it to the device and return the digest of ``data``; see ``Storage.write``.
 
     Args:
         path: The file; an unfinished one of an earlier try is overwritten.
@@ -122,7 +123,7 @@ def write_durably(
         held_back: How many bytes at the end of ``data`` the tail replaces; they are not part of the digest.
     """
     body = data[: len(data) - held_back]
-    digest = xxhash.xxh3_64()
+    digest = new_digest(held_back)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)  # says that somebody is still writing it
@@ -140,7 +141,7 @@ def write_durably(
     return digest.hexdigest()
 
 
-def _write_directly(path: str | Path, body: memoryview, digest: xxhash.xxh3_64) -> int:
+def _write_directly(path: str | Path, body: memoryview, digest: Digest) -> int:
     """Write whole pages past the page cache, and return how many bytes that were.
 
     Copying into the cache costs more processor time than everything else here, and training is what it is taken

@@ -77,7 +77,7 @@ class Storage(Protocol):
         ...
 
     def write(self, path: str, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0) -> str:
-        """Write ``data`` as a file, durably, and return its digest (xxh3-64, hex). Replaces what is there.
+        """Write ``data`` durably as a file, replacing what is there, and return its ``new_digest(held_back)``.
 
         Args:
             path: The file. On a local file system its beginning is visible meanwhile.
