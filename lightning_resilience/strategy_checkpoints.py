@@ -24,7 +24,7 @@ from lightning_resilience import _lightning
 from lightning_resilience._torch import map_tensors
 from lightning_resilience.checkpoint.candidates import META, RANK_FILE
 from lightning_resilience.checkpoint.envelope import archive
-from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange
+from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange, together
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import Target, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
@@ -225,21 +225,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         return state
 
     def _together(self, act: Callable[[], _T], error_type: type[CheckpointError]) -> _T:
-        """An error of one rank becomes an error of all, instead of a hang in the next collective."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = act()
-        except Exception as caught:  # travels to all ranks and is raised on each
-            error = caught
-        answers = self._exchange.all_gather(b"" if error is None else f"{error}".encode() or b"unknown error")
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            if answer:
-                raise error_type(f"rank {rank}: {answer.decode()}")
-        done: _T = result
-        return done
+        return together(self._exchange, act, error_type)
 
     # --- end ---------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_resilience.errors import CheckpointError
+
 _INLINE = 2040  # a message up to this many bytes needs one collective, a longer one needs two
 _HEADER = 8
+_T = TypeVar("_T")
 
 
 class Exchange(Protocol):
@@ -69,3 +73,27 @@ class GroupExchange:
         rows = [torch.empty(width, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(rows, mine, group=self._group)
         return [row.numpy().tobytes() for row in rows]
+
+
+def together(exchange: Exchange, act: Callable[[], _T], error_type: type[CheckpointError]) -> _T:
+    """An error of one rank becomes an error of all, instead of a hang in the next collective.
+
+    Args:
+        exchange: How the ranks agree.
+        act: What each rank does; without a collective.
+        error_type: What the ranks raise to which nothing has happened.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = act()
+    except Exception as caught:  # travels to all ranks and is raised on each
+        error = caught
+    answers = exchange.all_gather(b"" if error is None else f"{error}".encode() or b"unknown error")
+    if error is not None:
+        raise error
+    for rank, answer in enumerate(answers):
+        if answer:
+            raise error_type(f"rank {rank}: {answer.decode()}")
+    done: _T = result
+    return done

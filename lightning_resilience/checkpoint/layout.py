@@ -11,7 +11,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -152,13 +152,24 @@ def _trait(leaf: Leaf) -> tuple[object, ...]:
 
 def plan_shard(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
     """This rank's layout. A piece that several ranks hold is written by exactly one of them."""
+    ours = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor) and _is_ours(leaf, rank)]
+    return _lay_out(ours, leaves, rank, keep=lambda chunk, leaf: math.prod(chunk.shape) > 0 or leaf.value.numel() == 0)
+
+
+def plan_own(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
+    """The layout of every piece that this rank holds, empty ones too, whoever else holds it."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    return _lay_out(tensors, leaves, rank, keep=lambda chunk, leaf: True)
+
+
+def _lay_out(
+    tensors: Sequence[Leaf], leaves: Sequence[Leaf], rank: int, keep: Callable[[Chunk, Leaf], bool]
+) -> ShardLayout:
     chunks: list[Chunk] = []
     end = 0
-    for leaf in leaves:
-        if not isinstance(leaf.value, torch.Tensor) or not _is_ours(leaf, rank):
-            continue
+    for leaf in tensors:
         chunk = _place(leaf, _aligned(end))
-        if math.prod(chunk.shape) > 0 or leaf.value.numel() == 0:
+        if keep(chunk, leaf):
             chunks.append(chunk)
             end = chunk.start + chunk.length
     plain = "\n".join(sorted(leaf.name for leaf in leaves if not isinstance(leaf.value, DTensor)))

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -42,6 +42,35 @@ def overlap(
         saved.append(slice(low - saved_start, high - saved_start))
         wanted.append(slice(low - start, high - start))
     return Overlap(tuple(saved), tuple(wanted))
+
+
+class PieceReader(Protocol):
+    """What ``restore`` needs of something that holds a state in pieces. Called by the training thread."""
+
+    @property
+    def names(self) -> list[str]:
+        """Flat names of everything in it."""
+        ...
+
+    def path_of(self, name: str) -> tuple[str | int, ...]:
+        """Way of a value through the nested state it was saved from."""
+        ...
+
+    def tensor_shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a whole tensor; None for a value that is not a tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        ...
+
+    def value(self, name: str, trust: bool) -> Any:
+        """A value that is not a tensor."""
+        ...
+
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill the pieces of tensors that this rank holds, in place."""
+        ...
 
 
 class ShardReader:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_resilience._torch import local_chunk
 from lightning_resilience.checkpoint.candidates import META
-from lightning_resilience.checkpoint.reader import ShardReader, load_archive
+from lightning_resilience.checkpoint.reader import PieceReader, ShardReader, load_archive
 from lightning_resilience.checkpoint.state import clean_name, group_names, model_state
 from lightning_resilience.errors import MismatchedCheckpointError
 
@@ -64,15 +64,25 @@ def restore(path: Path, target: Target) -> dict[str, Any]:
 
 
 def _restore_sharded(path: Path, target: Target) -> dict[str, Any]:
-    reader = ShardReader(path)
-    _load_sharded_model(reader, path, target)
-    for index, optimizer in enumerate(target.optimizers):
-        _load_sharded_optimizer(reader, path, target, index, optimizer)
+    restore_pieces(ShardReader(path), path, target)
     rest: dict[str, Any] = load_archive(path / META, str(path / META), target.trust)
     return rest
 
 
-def _load_sharded_model(reader: ShardReader, path: Path, target: Target) -> None:
+def restore_pieces(reader: PieceReader, path: Path, target: Target) -> None:
+    """Load model and optimizers.
+
+    Args:
+        reader: Has their state in pieces.
+        path: Where that lies, for errors.
+        target: What to restore into.
+    """
+    _load_sharded_model(reader, path, target)
+    for index, optimizer in enumerate(target.optimizers):
+        _load_sharded_optimizer(reader, path, target, index, optimizer)
+
+
+def _load_sharded_model(reader: PieceReader, path: Path, target: Target) -> None:
     prefix = next((key for key in _MODEL_KEYS if any(name.startswith(key) for name in reader.names)), "")
     flat = {name.removeprefix(prefix): name for name in reader.names if prefix and name.startswith(prefix)}
     wanted = model_state(target.module)
@@ -100,7 +110,7 @@ def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor],
 
 
 def _load_sharded_optimizer(
-    reader: ShardReader, path: Path, target: Target, index: int, optimizer: torch.optim.Optimizer
+    reader: PieceReader, path: Path, target: Target, index: int, optimizer: torch.optim.Optimizer
 ) -> None:
     root = f"optimizer_{index}"
     by_path = {reader.path_of(name): name for name in reader.names if name.startswith(f"{root}.")}
@@ -116,7 +126,7 @@ def _load_sharded_optimizer(
 
 
 def _read_groups(
-    reader: ShardReader, by_path: Mapping[tuple[str | int, ...], str], root: str, trust: bool
+    reader: PieceReader, by_path: Mapping[tuple[str | int, ...], str], root: str, trust: bool
 ) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for way, name in by_path.items():
@@ -126,7 +136,7 @@ def _read_groups(
     return [groups[index] for index in sorted(groups)]
 
 
-def _read_any(reader: ShardReader, name: str, trust: bool) -> Any:
+def _read_any(reader: PieceReader, name: str, trust: bool) -> Any:
     shape = reader.tensor_shape(name)
     if shape is None:
         return reader.value(name, trust)
@@ -136,7 +146,7 @@ def _read_any(reader: ShardReader, name: str, trust: bool) -> Any:
 
 
 def _make_state(
-    reader: ShardReader,
+    reader: PieceReader,
     by_path: Mapping[tuple[str | int, ...], str],
     root: str,
     parameters: Mapping[str, torch.Tensor],

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_resilience.errors import ArenaError
@@ -66,8 +67,12 @@ class WarmMemory:
             self._failure = error
 
 
-def create_file(path: str) -> int:
+def create_file(path: str, lock: Callable[[int], None] = lambda fd: None) -> int:
     """Create the file and lock it (shared) before it has a name that another rank would sweep.
+
+    Args:
+        path: Its name.
+        lock: Locks the descriptor in another way as well.
 
     Raises:
         ArenaError: The directory cannot be written.
@@ -81,6 +86,7 @@ def create_file(path: str) -> int:
             " writable directory on a memory file system."
         ) from error
     fcntl.flock(fd, fcntl.LOCK_SH)
+    lock(fd)
     os.rename(draft, path)
     return fd
 

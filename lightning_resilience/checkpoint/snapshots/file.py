@@ -1,0 +1,273 @@
+"""One rank's snapshots in shared memory: a file with two slots, each behind a header that says what lies in it.
+
+The newest complete snapshot is never touched: a new one goes to the other slot, whose header is void from before the
+first byte is copied until after the last. So a kill at any instant leaves the older or the newer one, never a mixture.
+
+The file outlives its rank. Whoever runs as that rank next finds it by name and takes it over; the owner holds a POSIX
+lock on it, which ends with the process whatever became of the processes it has forked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import mmap
+import os
+import stat
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from lightning_resilience._torch import cuda_in_use, pin, unpin
+from lightning_resilience.checkpoint.arena import SNAPSHOT_PREFIX
+from lightning_resilience.checkpoint.staging import Slot
+from lightning_resilience.checkpoint.warm_memory import WarmMemory, create_file, require_room
+
+SLOTS = 2
+KEPT_S = 3600.0  # for a successor, on a machine where other jobs start
+_MAGIC = int.from_bytes(b"LRsnap\x00\x01", "little")  # the last byte is the version of the format
+_HEADER = 2 * mmap.PAGESIZE
+_WORDS = 32  # bytes: magic, start, length and digest of the rest
+_FOREIGN_BITS = 0o077
+
+_ours: set[str] = set()
+"""Files this process owns: opening and closing one of them again would end the lock."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes in a slot, with their xxh3 digest."""
+
+    offset: int
+    size: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a slot's header says.
+
+    Attributes:
+        step: Optimizer steps done.
+        generation: Number of the snapshot in the life of the file; the highest is the newest.
+        rank: Whose state it is.
+        world_size: Of how many ranks.
+        tensor_bytes: Length of the tensor part, which starts the slot.
+        layout: xxh3 digest of the index, which says where each tensor lies.
+        parts: Everything else, by name.
+        start: Which start of its run has taken it, or gone on from it.
+    """
+
+    step: int
+    generation: int
+    rank: int
+    world_size: int
+    tensor_bytes: int
+    layout: str
+    parts: dict[str, Part]
+    start: int
+
+
+class SnapshotFile:
+    """Owned by one rank, used by its training thread only; made by :func:`create` or :func:`take_over`."""
+
+    def __init__(self, path: str, fd: int, size: int) -> None:
+        self.path = path
+        self.slot_bytes = size // SLOTS - _HEADER
+        self._memory = WarmMemory(fd, size, os.path.dirname(path))
+        self._bytes = torch.frombuffer(self._memory.bytes, dtype=torch.uint8)
+        self._pinned = False
+        self._headers = [self._region(index, 0, _HEADER).numpy().data for index in range(SLOTS)]
+        self.slots = [
+            Slot(index * (size // SLOTS) + _HEADER, self._region(index, _HEADER, self.slot_bytes))
+            for index in range(SLOTS)
+        ]
+        _ours.add(path)
+
+    def snapshots(self) -> list[tuple[Slot, Snapshot]]:
+        """The complete ones, newest first."""
+        found = [(slot, self.read(index)) for index, slot in enumerate(self.slots)]
+        complete = [(slot, snapshot) for slot, snapshot in found if snapshot is not None]
+        return sorted(complete, key=lambda pair: pair[1].generation, reverse=True)
+
+    def read(self, index: int) -> Snapshot | None:
+        """What lies in a slot; None while it is being filled, or when it cannot be trusted."""
+        magic, start, length, digest = self._words(index)
+        body = bytes(self._headers[index][_WORDS : _WORDS + length])
+        if magic != _MAGIC or xxhash.xxh3_64_intdigest(body) != digest:
+            return None
+        fields = json.loads(body)
+        parts = {name: Part(**part) for name, part in fields.pop("parts").items()}
+        if not all(self._is_whole(index, part) for part in parts.values()):
+            return None
+        return Snapshot(parts=parts, start=start, **fields)
+
+    def begin(self) -> Slot:
+        """The slot for the next snapshot, whose old content is void from now on.
+
+        Raises:
+            ArenaError: The memory could not be had after all.
+        """
+        self._memory.ready()
+        self._pin()
+        newest = next((slot for slot, _ in self.snapshots()), None)
+        slot = next(slot for slot in self.slots if slot is not newest)
+        self._words(self.slots.index(slot))[0] = 0
+        return slot
+
+    def complete(self, slot: Slot, snapshot: Snapshot) -> None:
+        """Everything is there: from now on the slot holds this snapshot."""
+        index = self.slots.index(slot)
+        fields = dataclasses.asdict(snapshot)
+        del fields["start"]
+        body = json.dumps(fields).encode()
+        words = self._words(index)
+        self._headers[index][_WORDS : _WORDS + len(body)] = body
+        words[1], words[2], words[3] = snapshot.start, len(body), xxhash.xxh3_64_intdigest(body)
+        words[0] = _MAGIC  # one store, and the last: a process that is killed before it has left a void slot
+        os.utime(self._memory.fd)
+
+    def part(self, slot: Slot, part: Part) -> bytes:
+        """The bytes of a part."""
+        return bytes(slot.bytes[part.offset : part.offset + part.size])
+
+    def stamp(self, step: int, start: int) -> None:
+        """A new start goes on from the snapshot of this step."""
+        for index in range(SLOTS):
+            snapshot = self.read(index)
+            if snapshot is not None and snapshot.step == step:
+                self._words(index)[1] = start
+
+    def void(self, kept: int | None = None) -> None:
+        """Forget all snapshots, or all but the one of a step."""
+        for index in range(SLOTS):
+            snapshot = self.read(index)
+            if snapshot is None or snapshot.step != kept:
+                self._words(index)[0] = 0
+
+    def close(self, keep: bool) -> None:
+        """Let go of the memory.
+
+        Args:
+            keep: Leave the file to a successor.
+        """
+        if self._pinned:
+            unpin(self._bytes)
+        if not keep:
+            Path(self.path).unlink(missing_ok=True)
+        self.slots, self._headers = [], []
+        _ours.discard(self.path)
+        self._memory.close()
+
+    def _is_whole(self, index: int, part: Part) -> bool:
+        data = self.slots[index].bytes[part.offset : part.offset + part.size]
+        return len(data) == part.size and xxhash.xxh3_64_hexdigest(data) == part.xxh3
+
+    def _words(self, index: int) -> memoryview:
+        return self._headers[index][:_WORDS].cast("B").cast("Q")
+
+    def _region(self, index: int, start: int, length: int) -> torch.Tensor:
+        first = index * (self._memory.size // SLOTS) + start
+        return self._bytes[first : first + length]
+
+    def _pin(self) -> None:
+        if not self._pinned and cuda_in_use():
+            self._pinned = pin(self._bytes)
+
+
+def create(directory: str, run: str, rank: int, nbytes: int) -> SnapshotFile:
+    """A new file of a rank, for snapshots of this many bytes.
+
+    Raises:
+        ArenaError: There is not enough shared memory.
+    """
+    slot_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = SLOTS * (_HEADER + slot_bytes)
+    require_room(directory, size)
+    path = str(Path(directory) / f"{SNAPSHOT_PREFIX}{run}-rank{rank}-{uuid.uuid4().hex[:8]}")
+    fd = create_file(path, lock=lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX))
+    return SnapshotFile(path, fd, size)
+
+
+def take_over(directory: str, run: str, rank: int) -> SnapshotFile | None:
+    """The file that a rank's dead predecessor has left; of several, the one with the newest snapshot."""
+    taken = [file for path in _files(directory, f"{run}-rank{rank}-") if (file := _open(path)) is not None]
+    taken.sort(key=lambda file: max((snapshot.start, snapshot.step) for _, snapshot in file.snapshots()), reverse=True)
+    for file in taken[1:]:
+        file.close(keep=False)
+    return taken[0] if taken else None
+
+
+def sweep(directory: str, now: float | None = None, kept_s: float = KEPT_S) -> list[str]:
+    """Remove what nobody has come back for; returns the paths."""
+    limit = (time.time() if now is None else now) - kept_s
+    return [str(path) for path in _files(directory, "") if _is_older(path, limit) and _remove_ownerless(path)]
+
+
+def remove_run(directory: str, run: str) -> list[str]:
+    """Remove the files of a run that no rank has taken over; returns the paths."""
+    return [str(path) for path in _files(directory, f"{run}-") if _remove_ownerless(path)]
+
+
+def _files(directory: str, name: str) -> Iterator[Path]:
+    """Those of other processes; this one's are left alone, see ``_ours``."""
+    for path in sorted(Path(directory).glob(f"{SNAPSHOT_PREFIX}{name}*")):
+        if str(path) not in _ours:
+            yield path
+
+
+def _open(path: Path) -> SnapshotFile | None:
+    fd = _lock(path)
+    if fd is None:
+        return None
+    size = os.fstat(fd).st_size
+    if size < SLOTS * (_HEADER + mmap.PAGESIZE) or size % (SLOTS * mmap.PAGESIZE):  # its owner died while making it
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        return None
+    file = SnapshotFile(str(path), fd, size)
+    if file.snapshots():
+        return file
+    file.close(keep=False)
+    return None
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor of the file with its locks; None if it is somebody's, or not a file of ours at all."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # another user's, a link, or gone by now
+        return None
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        info = os.fstat(fd)
+        private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & _FOREIGN_BITS
+        if private and info.st_nlink == 1:  # with no name left somebody was faster
+            return fd
+    except OSError:  # its owner is alive
+        pass
+    os.close(fd)
+    return None
+
+
+def _is_older(path: Path, limit: float) -> bool:
+    try:
+        return path.stat().st_mtime < limit
+    except OSError:
+        return False
+
+
+def _remove_ownerless(path: Path) -> bool:
+    fd = _lock(path)
+    if fd is None:
+        return False
+    path.unlink(missing_ok=True)
+    os.close(fd)
+    return True
