@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptio
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import SaveReport
 from lightning_resilience.checkpoint.reader import load_archive
-from lightning_resilience.checkpoint.storage import local as storage
+from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
 
@@ -49,6 +49,8 @@ class AsyncCheckpointIO(CheckpointIO):
         on_damage: What ``fit`` does when the checkpoint it shall resume from is damaged: use the one "previous" to
             it with a loud warning, or "raise".
         trust: Unpickle any object when loading. It can run any code: only for checkpoints you trust.
+        storage_options: How to reach a file system that is named by a URL (`s3://bucket/run`), as fsspec takes it:
+            credentials, endpoints. Plain values only; they are passed on as they are and never shown.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -62,8 +64,11 @@ class AsyncCheckpointIO(CheckpointIO):
         timeout: float | timedelta = 1800.0,
         on_damage: Literal["previous", "raise"] = "previous",
         trust: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self._storage_options = plain_options(storage_options)
+        self._options_of: dict[str, Mapping[str, Any]] = {}  # by path, of saves that brought their own
         self._options = EngineOptions(shm_dir=shm_dir, slots=_at_least_one(slots), deadline_s=_seconds(timeout))
         self.fall_back = _falls_back(on_damage)
         self.trust = trust
@@ -87,11 +92,10 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             SaveError: It could not be staged; outside ``fit``, also when it could not be written.
         """
-        _refuse_options(storage_options)
-        target = local_path(path)
+        target = self._place_to_save(path, storage_options).path
         trainer = _lightning.calling_trainer()
         self._in_fit = self._in_fit or (trainer is not None and trainer.training)
-        self._started().save_file(target, int(checkpoint.get("global_step", 0)), checkpoint)
+        self._started().save_file(target, int(checkpoint.get("global_step", 0)), checkpoint, self._options_for(target))
         self._finish_outside_fit()
 
     @override
@@ -106,8 +110,8 @@ class AsyncCheckpointIO(CheckpointIO):
         self.wait(path)
         trainer = _lightning.calling_trainer()
         fitting = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        chosen = choose(local_path(path), Alone(), fall_back=fitting and self.fall_back)
-        if trainer is not None and str(chosen) != local_path(path):
+        chosen = choose(self.place(path), Alone(), fall_back=fitting and self.fall_back)
+        if trainer is not None and chosen.path != self.place(path).path:
             _lightning.set_resumed_path(trainer, str(chosen))
         if chosen.is_dir():
             raise MismatchedCheckpointError(
@@ -122,16 +126,16 @@ class AsyncCheckpointIO(CheckpointIO):
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint once everything saved before this call is committed."""
+        place = self.place(path)
         if self._engine is not None:
-            self._engine.remove(local_path(path))
+            self._engine.remove(place.path, self._options_for(place.path))
             return
         if self._in_fit and not self._history:
             log.warning(
                 "Lightning asked AsyncCheckpointIO to delete a checkpoint that it never asked it to save: this strategy"
                 " writes sharded checkpoints itself, synchronously. Use ResilientFSDPStrategy for asynchronous ones."
             )
-        if os.path.lexists(path):
-            storage.delete(Path(local_path(path)))
+        place.delete()
 
     @override
     def teardown(self) -> None:
@@ -184,23 +188,44 @@ class AsyncCheckpointIO(CheckpointIO):
         storage_options: Any | None = None,
     ) -> None:
         """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
-        _refuse_options(storage_options)
-        target = local_path(path)
-        self._started().save_sharded(target, step, state, files)
+        target = self._place_to_save(path, storage_options).path
+        self._started().save_sharded(target, step, state, files, self._options_for(target))
         self._finish_outside_fit()
 
     def wait(self, path: _PATH | None = None) -> None:
         """Wait until the pending saves (to ``path``) are durable or have failed."""
         if self._engine is not None:
-            self._engine.wait(None if path is None else local_path(path), self._options.deadline_s)
+            self._engine.wait(None if path is None else self.place(path).path, self._options.deadline_s)
 
     def is_pending(self, path: _PATH) -> bool:
         """Whether a checkpoint of this name is on its way."""
-        return self._engine is not None and not self._engine.wait(local_path(path), timeout_s=0.0)
+        return self._engine is not None and not self._engine.wait(self.place(path).path, timeout_s=0.0)
 
     def trusts(self, weights_only: bool | None) -> bool:
         """Whether any object may be unpickled; what a call asks for wins over the plugin's argument."""
         return self.trust if weights_only is None else not weights_only
+
+    def place(self, path: _PATH) -> Place:
+        """A path as Lightning has it, on its storage.
+
+        Raises:
+            ConfigurationError: It is a URL of a kind that nothing here knows.
+        """
+        return place_for(path, self._options_for(os.fspath(path)))
+
+    def _options_for(self, path: str) -> Mapping[str, Any] | None:
+        return self._options_of.get(path, self._storage_options) if is_url(path) else None
+
+    def _place_to_save(self, path: _PATH, storage_options: Mapping[str, Any] | None) -> Place:
+        """The same for a save, which may bring options of its own; they hold for whatever happens to that path."""
+        text = os.fspath(path)
+        if storage_options is not None:
+            if not is_url(text):
+                raise ConfigurationError(
+                    f"storage_options are for remote file systems, and {text} is a local path. Leave them out."
+                )
+            self._options_of[text] = plain_options(storage_options) or {}
+        return self.place(path)
 
     def _started(self) -> CheckpointEngine:
         if self._engine is None:
@@ -233,27 +258,24 @@ def _is_pending(trainer: Trainer, path: str) -> bool:
     return isinstance(plugin, AsyncCheckpointIO) and plugin.is_pending(path)
 
 
-def local_path(path: _PATH) -> str:
-    """The path as a string.
+def plain_options(options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Options that can be told to another process.
 
     Raises:
-        ConfigurationError: It is a URL.
+        ConfigurationError: One of them is an object; the message says which, and does not show it.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise ConfigurationError(
-            f"the checkpoint path {text!r} is a URL, and AsyncCheckpointIO writes to local and shared file systems."
-            " Mount the storage and pass the mounted directory as `ModelCheckpoint(dirpath=...)`."
-        )
-    return os.path.abspath(text)
-
-
-def _refuse_options(storage_options: Any | None) -> None:
-    if storage_options is not None:
-        raise ConfigurationError(
-            "storage_options are for remote file systems; AsyncCheckpointIO writes to local and shared ones. Leave"
-            " them out."
-        )
+    for key, value in (options or {}).items():
+        try:
+            same = json.loads(json.dumps({key: value})) == {key: value}
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ConfigurationError(
+                f"storage_options[{key!r}] holds a {type(value).__name__}. The options travel to another process, so"
+                " they must be plain values: strings, numbers, lists, dictionaries with strings as keys. Credentials"
+                " can also come from the environment or from fsspec's configuration files."
+            )
+    return None if options is None else dict(options)
 
 
 def _at_least_one(slots: int) -> int:

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +24,13 @@ from lightning_resilience._torch import map_tensors
 from lightning_resilience.checkpoint.candidates import META, RANK_FILE
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange, together
+from lightning_resilience.checkpoint.manifest import files_of
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import Target, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
+from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.checkpoint.verify import choose
-from lightning_resilience.checkpoint_io import AsyncCheckpointIO, local_path
+from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import capture_rank_state, install, stash_rank_state
 from lightning_resilience.errors import CheckpointError, LoadError, SaveError, UntrustedCheckpointError
 from lightning_resilience.sharding.shard import reshard_all
@@ -182,7 +183,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         plugin = self.checkpoint_io if isinstance(self.checkpoint_io, AsyncCheckpointIO) else AsyncCheckpointIO()
         plugin.wait(checkpoint_path)
         self.barrier()
-        chosen = choose(local_path(checkpoint_path), self._exchange, fall_back=fitting and plugin.fall_back)
+        chosen = choose(plugin.place(checkpoint_path), self._exchange, fall_back=fitting and plugin.fall_back)
         reshard_all(self._module)
         target = Target(
             module=self._module,
@@ -194,7 +195,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         stash_rank_state(
             self._trainer, self._together(lambda: self._rank_state(chosen, content, target.trust), LoadError)
         )
-        if fitting and str(chosen) != local_path(checkpoint_path):
+        if fitting and chosen.path != plugin.place(checkpoint_path).path:
             _lightning.set_resumed_path(self._trainer, str(chosen))
         return content
 
@@ -210,15 +211,16 @@ class CheckpointingStrategy(ModelParallelStrategy):
         agreed: str | None = paths[0]
         return agreed
 
-    def _rank_state(self, path: Path, content: dict[str, Any], trust: bool) -> dict[str, Any] | None:
+    def _rank_state(self, path: Place, content: dict[str, Any], trust: bool) -> dict[str, Any] | None:
         """What this rank, or the rank of this number, had saved for itself; of more ranks than there were, any."""
         states: list[bytes] | None = content.pop(_RANK_STATES, None)
-        source: io.BytesIO | Path
+        source: io.BytesIO | Place
+        files = files_of(path) if path.is_dir() else path
         if states is not None:
             source = io.BytesIO(states[self.global_rank % len(states)])
-        elif path.is_dir() and (path / RANK_FILE.format(0)).exists():
-            own = path / RANK_FILE.format(self.global_rank)
-            source = own if own.exists() else path / RANK_FILE.format(0)
+        elif (files / RANK_FILE.format(0)).exists():
+            own = files / RANK_FILE.format(self.global_rank)
+            source = own if own.exists() else files / RANK_FILE.format(0)
         else:
             return None
         state: dict[str, Any] = load_archive(source, f"{path} (state of rank {self.global_rank})", trust)

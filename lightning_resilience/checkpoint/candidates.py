@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from lightning_resilience.checkpoint.commit import live_attempts
+from lightning_resilience.checkpoint.attempts import live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
-from lightning_resilience.checkpoint.storage import local as storage
+from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, place_for
 from lightning_resilience.errors import (
     CheckpointError,
     ConfigurationError,
@@ -34,19 +35,32 @@ class Candidate:
     """A checkpoint that may be valid.
 
     Attributes:
-        path: Where it is.
+        place: Where it is.
         created_ns: When it was committed, in nanoseconds since the epoch; the file time where nothing says so.
         proof: What its bytes must be; None where another tool wrote it.
         fault: Why it cannot be valid, as far as names and sizes tell; empty when nothing speaks against it.
     """
 
-    path: Path
+    place: Place
     created_ns: int
     proof: Manifest | Seal | None
     fault: str = ""
 
+    @property
+    def path(self) -> str:
+        """Where it is, in words."""
+        return str(self.place)
 
-def newest_checkpoint(dirpath: str | os.PathLike[str], *, wait_s: float = 120.0) -> str | None:
+    @property
+    def folder(self) -> Place:
+        """Where its files are, if it is a directory."""
+        folder = self.proof.folder if isinstance(self.proof, Manifest) else ""
+        return self.place / folder if folder else self.place
+
+
+def newest_checkpoint(
+    dirpath: str | os.PathLike[str], *, wait_s: float = 120.0, storage_options: Mapping[str, Any] | None = None
+) -> str | None:
     """Path of the newest committed checkpoint below ``dirpath``, to be passed as ``fit(ckpt_path=...)``.
 
     Manifest and sizes are looked at here; every byte is checked when the checkpoint is loaded, and then the one
@@ -54,87 +68,87 @@ def newest_checkpoint(dirpath: str | os.PathLike[str], *, wait_s: float = 120.0)
     killed is waited for.
 
     Args:
-        dirpath: Directory of the checkpoints, the ``dirpath`` of ``ModelCheckpoint``.
+        dirpath: Directory of the checkpoints, the ``dirpath`` of ``ModelCheckpoint``; may be a URL.
         wait_s: How long to wait for such a writer, in seconds.
+        storage_options: For the file system of a URL, as in ``AsyncCheckpointIO(storage_options=...)``.
 
     Returns:
         The path, or None when there is no checkpoint at all (a first start).
 
     Raises:
-        ConfigurationError: ``dirpath`` is a URL or a file.
+        ConfigurationError: ``dirpath`` is a file, or a URL of a kind that nothing here knows.
         NoValidCheckpointError: There are checkpoints and none of them is valid. Training from step 0 would
             silently throw the work away, so that is never done unasked.
     """
-    if "://" in os.fspath(dirpath):
-        raise ConfigurationError(f"newest_checkpoint({dirpath!r}): a URL; it looks on local and shared file systems")
-    directory = Path(dirpath).expanduser()
-    if directory.exists() and not directory.is_dir():
+    directory = place_for(dirpath, storage_options)
+    if directory.is_file():
         raise ConfigurationError(f"newest_checkpoint({str(dirpath)!r}): that is a file, not a directory of checkpoints")
-    if not directory.is_dir():
-        return None
     _wait_for_writers(directory, wait_s)
     found = find(directory)
     for candidate in found:
         if not candidate.fault:
-            return str(candidate.path)
+            return candidate.path
         log.warning("passing over %s: %s", candidate.path, candidate.fault)
     if found:
         raise none_valid(directory, [candidate.fault for candidate in found])
     return None
 
 
-def find(directory: Path) -> list[Candidate]:
+def find(directory: Place) -> list[Candidate]:
     """All checkpoints below ``directory``, newest first; a metric's name with a slash in it makes folders."""
-    found = [examine(entry) for entry in _checkpoints_below(directory)]
-    present = [candidate for candidate in found if os.path.lexists(candidate.path)]  # a writer may be at work
+    found = [examine(place) for place in _checkpoints_below(directory)]
+    present = [candidate for candidate in found if candidate.place.exists()]  # a writer may be at work
     return sorted(present, key=lambda candidate: candidate.created_ns, reverse=True)
 
 
-def _checkpoints_below(directory: Path) -> Iterator[Path]:
-    for entry in directory.iterdir():
-        if _may_be_checkpoint(entry):
-            yield entry
-        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
-            yield from _checkpoints_below(entry)
+def _checkpoints_below(directory: Place) -> Iterator[Place]:
+    for entry in directory.entries():
+        place = directory / entry.name
+        if _may_be_checkpoint(place, entry):
+            yield place
+        elif entry.is_directory and not entry.is_link and not entry.name.startswith("."):
+            yield from _checkpoints_below(place)
 
 
-def with_predecessors(path: Path) -> list[Candidate]:
-    """The checkpoint at ``path`` and those committed before it in the same directory, newest first.
+def with_predecessors(place: Place) -> list[Candidate]:
+    """The checkpoint at ``place`` and those committed before it in the same directory, newest first.
 
     For a directory of checkpoints: all in it.
 
     Raises:
         LoadError: There is no checkpoint.
     """
-    if not path.exists():
-        raise LoadError(f"there is no checkpoint at {path}")
-    if path.is_dir() and not _is_checkpoint_directory(path):
-        if found := find(path):
+    there = place.stat()
+    if there is None:
+        raise LoadError(f"there is no checkpoint at {place}")
+    if there.is_directory and not _is_checkpoint_directory(place):
+        if found := find(place):
             return found
-        raise LoadError(f"{path} is neither a checkpoint nor a directory that holds one")
-    first = examine(path)
-    real = path.resolve()
-    older = [candidate for candidate in find(path.absolute().parent) if candidate.path.resolve() != real]
+        raise LoadError(f"{place} is neither a checkpoint nor a directory that holds one")
+    first = examine(place)
+    real = place.resolved()
+    older = [candidate for candidate in find(place.parent) if candidate.place.resolved() != real]
     return [first, *(candidate for candidate in older if candidate.fault or candidate.created_ns <= first.created_ns)]
 
 
-def examine(path: Path) -> Candidate:
+def examine(place: Place) -> Candidate:
     """What can be said of a checkpoint without reading its tensors."""
     modified_ns = 0
     try:
-        modified_ns = path.stat().st_mtime_ns
-        proof: Manifest | Seal | None
-        if path.is_dir():
-            proof = read_manifest(path)
-            _check_sizes(path, proof)
-        else:
-            proof = read_seal(path)
-        return Candidate(path, proof.created_ns if proof else modified_ns, proof)
+        there = place.stat()
+        if there is None:
+            raise FileNotFoundError(errno.ENOENT, "it is not there any more", str(place))
+        modified_ns = int(there.modified_s * 1e9)
+        proof = read_manifest(place) if there.is_directory else read_seal(place)
+        found = Candidate(place, proof.created_ns if proof else modified_ns, proof)
+        if there.is_directory:
+            _check_sizes(found)
+        return found
     except (CheckpointError, OSError) as error:
-        return Candidate(path, modified_ns, None, str(error))
+        return Candidate(place, modified_ns, None, str(error))
 
 
-def none_valid(directory: Path, faults: list[str]) -> NoValidCheckpointError:
+def none_valid(directory: Place, faults: list[str]) -> NoValidCheckpointError:
     """The error for when nothing is left to fall back to."""
     return NoValidCheckpointError(
         f"none of the {len(faults)} checkpoint(s) in {directory} is valid: {'; '.join(faults)}. Training does not"
@@ -142,42 +156,42 @@ def none_valid(directory: Path, faults: list[str]) -> NoValidCheckpointError:
     )
 
 
-def _check_sizes(path: Path, manifest: Manifest | None) -> None:
-    if manifest is None:
-        _check_stock(path)
+def _check_sizes(candidate: Candidate) -> None:
+    if not isinstance(candidate.proof, Manifest):
+        _check_stock(candidate.place)
         return
-    for name, record in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{path / name} is missing") from None
-        if size != record.size:
-            raise DamagedCheckpointError(f"{path / name} has {size} bytes instead of {record.size}")
+    sizes = {entry.name: entry.size for entry in candidate.folder.entries()}
+    for name, record in candidate.proof.files.items():
+        if name not in sizes:
+            raise DamagedCheckpointError(f"{candidate.folder / name} is missing")
+        if sizes[name] != record.size:
+            raise DamagedCheckpointError(f"{candidate.folder / name} has {sizes[name]} bytes instead of {record.size}")
 
 
-def _check_stock(path: Path) -> None:
+def _check_stock(place: Place) -> None:
     """A directory that stock Lightning wrote has no proof, only the files it cannot do without."""
-    if (path / RANK_FILE.format(0)).exists():
-        raise DamagedCheckpointError(f"{path / MANIFEST} is missing")
+    names = {entry.name for entry in place.entries() if not entry.is_directory}
+    if RANK_FILE.format(0) in names:
+        raise DamagedCheckpointError(f"{place / MANIFEST} is missing")
     for name in (METADATA, META):
-        if not (path / name).is_file():
-            raise DamagedCheckpointError(f"{path / name} is missing: the save was not finished")
+        if name not in names:
+            raise DamagedCheckpointError(f"{place / name} is missing: the save was not finished")
 
 
-def _is_checkpoint_directory(path: Path) -> bool:
-    return path.suffix == _SUFFIX or any((path / name).exists() for name in (MANIFEST, METADATA, META))
+def _is_checkpoint_directory(place: Place) -> bool:
+    return place.name.endswith(_SUFFIX) or any((place / name).exists() for name in (MANIFEST, METADATA, META))
 
 
-def _may_be_checkpoint(entry: Path) -> bool:
+def _may_be_checkpoint(place: Place, entry: Entry) -> bool:
     """Links only name what is here anyway; hidden names are unfinished, or wait to be put back."""
-    if entry.is_symlink():
+    if entry.is_link:
         return False
     if entry.name.startswith("."):
-        return entry.name.endswith(storage.REPLACED)
-    return _is_checkpoint_directory(entry) if entry.is_dir() else entry.suffix == _SUFFIX
+        return entry.name.endswith(REPLACED)
+    return _is_checkpoint_directory(place) if entry.is_directory else entry.name.endswith(_SUFFIX)
 
 
-def _wait_for_writers(directory: Path, wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def _wait_for_writers(directory: Place, wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     deadline = time.monotonic() + wait_s
     said = False
     while (attempts := live_attempts(directory, time.time())) and time.monotonic() < deadline:

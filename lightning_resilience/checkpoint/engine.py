@@ -24,6 +24,7 @@ import torch
 
 from lightning_resilience._torch import tensors_in
 from lightning_resilience.checkpoint import staging
+from lightning_resilience.checkpoint.attempts import folder_of
 from lightning_resilience.checkpoint.envelope import without_crc
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import History, SaveReport
@@ -107,7 +108,14 @@ class CheckpointEngine:
             self._slots.wait_written(slot)
             slot.prepare(plan.shard)
 
-    def save_sharded(self, path: str, step: int, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    def save_sharded(
+        self,
+        path: str,
+        step: int,
+        state: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Take the state as it is now; it is durable later.
 
         Args:
@@ -115,6 +123,7 @@ class CheckpointEngine:
             step: Optimizer steps done.
             state: Nested dictionaries of tensors, ``DTensor`` and values that torch can save.
             files: Small files of this rank that go beside them, by name.
+            storage_options: For the file system of a URL.
 
         Raises:
             SaveError: It cannot be taken. The state is unharmed and nothing that was saved before is lost.
@@ -124,13 +133,16 @@ class CheckpointEngine:
         path, attempt, plan = self._agree(path, leaves)
         tensors, others = staging.leaves_by_kind(leaves)
         values = self._values(others)
-        files = {**files, **plan.metadata(others, values)}
+        files = {**files, **plan.metadata(others, values, folder_of(path, attempt))}
         slot = self._slots.take(staging.needed_bytes(plan.shard, values, files))
         shard = staging.stage_shard(slot, plan.shard, tensors, values)
         end = shard.offset - slot.offset + shard.size
-        self._submit(slot, path, step, attempt, [shard, *staging.stage_files(slot, end, files)], began)
+        images = [shard, *staging.stage_files(slot, end, files)]
+        self._submit(slot, path, step, attempt, images, began, storage_options)
 
-    def save_file(self, path: str, step: int, content: object) -> None:
+    def save_file(
+        self, path: str, step: int, content: object, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
         """Take ``content`` as it is now, as one file that ``torch.load`` reads; called on one rank only.
 
         Raises:
@@ -141,16 +153,16 @@ class CheckpointEngine:
         if not file.fits:  # something big that is not a tensor
             slot, file = self._stage_file(content, file.size)
         image = FileImage("", slot.offset, file.size)
-        self._submit(slot, path, step, _new_attempt(), [image], began, world_size=1)
+        self._submit(slot, path, step, _new_attempt(), [image], began, storage_options, world_size=1)
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
         """Delete a checkpoint after everything asked for before is committed; called on rank 0 only."""
 
         def report(error: str) -> None:
             if error:
                 log.warning("the checkpoint %s could not be deleted: %s", path, error)
 
-        self._writer.submit(Remove(self._new_id(), path), report)
+        self._writer.submit(Remove(self._new_id(), path, storage_options), report)
 
     def wait(self, path: str | None = None, timeout_s: float | None = None) -> bool:
         """Wait until all saves (or those to ``path``) are durable or failed; False when time ran out."""
@@ -206,6 +218,7 @@ class CheckpointEngine:
         attempt: str,
         images: Sequence[FileImage],
         began: float,
+        storage_options: Mapping[str, Any] | None,
         world_size: int | None = None,
     ) -> None:
         save = Save(
@@ -217,6 +230,7 @@ class CheckpointEngine:
             world_size=world_size or self._exchange.world_size,
             files=tuple(images),
             deadline_s=self._options.deadline_s,
+            storage_options=storage_options,
         )
         slot.request_id = save.id
         staged = sum(image.size for image in images)

@@ -231,15 +231,21 @@ class GlobalLayout:
             _check_whole(name, tensor)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  # one instance per layout, and it ends with it
-    def encode(self, values: tuple[tuple[str, Path, int, int], ...]) -> bytes:
+    def encode(self, values: tuple[tuple[str, Path, int, int], ...], folder: str = "") -> bytes:
         """The ``.metadata`` file.
 
         Args:
             values: Name, path, start and length of every value in rank 0's file that is not a tensor.
+            folder: Where the ranks' files lie, if not beside it.
         """
         storage = dict(self._storage)
         for name, _, start, length in values:
             storage[MetadataIndex(name)] = storage_info(file_name(0), start, length)
+        if folder:
+            storage = {
+                index: storage_info(f"{folder}/{info.relative_path}", info.offset, info.length)
+                for index, info in storage.items()
+            }
         metadata = Metadata(
             state_dict_metadata={**self._tensors, **{name: BytesStorageMetadata() for name, *_ in values}},
             planner_data={**self._paths, **{name: path for name, path, *_ in values}},

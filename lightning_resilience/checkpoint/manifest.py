@@ -5,16 +5,17 @@ Pure data and its two encodings; both the writer process and the training proces
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from lightning_resilience.checkpoint.digest import pieces
+from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -22,6 +23,7 @@ FORMAT = 2
 _READABLE = (1, FORMAT)  # 1 had one digest a file
 _END_OF_ZIP = b"PK\x05\x06"
 _END_OF_ZIP_SIZE = 22
+_SEAL_ROOM = 4096
 _LEGACY = b"\x80\x02"  # a pickle: how torch saved before 1.6
 _SEAL = re.compile(rb"lightning-resilience seal: xxh3=([0-9a-f]{16}) size=(\d{20}) step=(\d{20}) created=(\d{20})\Z")
 
@@ -45,6 +47,7 @@ class Manifest:
         created_ns: When it was committed, in nanoseconds since the epoch; strictly increasing within a
             directory even when clocks are not.
         files: Every file except the manifest itself.
+        folder: The directory inside the checkpoint that holds them; empty when they lie beside the manifest.
     """
 
     step: int
@@ -52,6 +55,7 @@ class Manifest:
     attempt: str
     created_ns: int
     files: Mapping[str, FileRecord]
+    folder: str = ""
 
     def encode(self) -> bytes:
         """The manifest as a JSON file that proves itself."""
@@ -81,7 +85,17 @@ class Seal:
         return self.size - 2
 
 
-def read_manifest(directory: Path) -> Manifest | None:
+def files_of(checkpoint: Place) -> Place:
+    """Where the files of a checkpoint directory lie.
+
+    Raises:
+        DamagedCheckpointError: Its manifest is not what was written.
+    """
+    manifest = read_manifest(checkpoint)
+    return checkpoint / manifest.folder if manifest is not None and manifest.folder else checkpoint
+
+
+def read_manifest(directory: Place) -> Manifest | None:
     """The manifest of a checkpoint directory, or None where there is none (another tool wrote it).
 
     Raises:
@@ -89,14 +103,16 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read())
         body: dict[str, Any] = content["manifest"]
         if xxhash.xxh3_64(_canonical(body)).hexdigest() != content["xxh3"]:
             raise ValueError("its checksum does not match")
         if body.pop("format") not in _READABLE:
             raise ValueError("it was written by a newer version of lightning_resilience")
         files = {_safe_name(name): _record(**record) for name, record in body.pop("files").items()}
-        return Manifest(files=files, **body)
+        if folder := body.pop("folder", ""):
+            _safe_name(folder)
+        return Manifest(files=files, folder=folder, **body)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -109,24 +125,30 @@ def seal_tail(size: int, step: int, created_ns: int, digest: str) -> bytes:
     return len(comment).to_bytes(2, "little") + comment
 
 
-def read_seal(path: Path) -> Seal | None:
+def read_seal(path: Place) -> Seal | None:
     """The seal of a single-file checkpoint, or None where another tool wrote the file.
 
     Raises:
         DamagedCheckpointError: The end of the file is neither ours nor the plain end of an archive.
     """
-    with open(path, "rb") as file:
-        start = file.read(2)
-        length = file.seek(0, 2)
-        file.seek(max(0, length - 4096))
-        end = file.read()
+    entry = path.stat()
+    if entry is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    length = entry.size
+    end = _piece(path, max(0, length - _SEAL_ROOM), min(length, _SEAL_ROOM))
     found = _SEAL.search(end)
     if found is not None and int(found[2]) == length - len(found[0]):
         return Seal(int(found[2]), found[1].decode(), int(found[3]), int(found[4]))
+    start = _piece(path, 0, min(length, 2))
     ends_plainly = end[-_END_OF_ZIP_SIZE:].startswith(_END_OF_ZIP) and end.endswith(b"\0\0")
     if start == _LEGACY or (start == b"PK" and ends_plainly):
         return None
     raise DamagedCheckpointError(f"the checkpoint {path} is damaged: its start or its end is missing or changed")
+
+
+def _piece(path: Place, offset: int, size: int) -> bytes:
+    buffer = bytearray(size)
+    return bytes(buffer[: path.read_into(offset, memoryview(buffer))])
 
 
 def _canonical(value: object) -> bytes:

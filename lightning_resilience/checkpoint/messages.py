@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T", bound="Message")
@@ -65,6 +66,7 @@ class Save(Message):
         deadline_s: Seconds after which the save counts as failed.
         staged: Whether the images still lie in the arena. False when an earlier writer had answered
             :class:`Written`: by now their place may hold another state, and only the commit is left to do.
+        storage_options: For the file system of a path that is a URL. May hold credentials: never shown.
     """
 
     kind: ClassVar[str] = "save"
@@ -77,6 +79,7 @@ class Save(Message):
     files: tuple[FileImage, ...]
     deadline_s: float
     staged: bool = True
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Remove(Message):
     kind: ClassVar[str] = "remove"
     id: int
     path: str
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ class Plan:
     shard: ShardLayout
     whole: GlobalLayout | None
 
-    def metadata(self, others: Sequence[Leaf], values: Sequence[bytes]) -> dict[str, bytes]:
+    def metadata(self, others: Sequence[Leaf], values: Sequence[bytes], folder: str = "") -> dict[str, bytes]:
         """The ``.metadata`` file, on the rank that writes it.
 
         Args:
             others: What is not a tensor.
             values: Its archives, which follow the tensors of rank 0.
+            folder: The directory inside the checkpoint where the ranks' files will lie; `.metadata` has to say so.
         """
         if self.whole is None:
             return {}
@@ -41,7 +42,11 @@ class Plan:
         for leaf, value in zip(others, values, strict=True):
             places.append((leaf.name, leaf.path, start, len(value)))
             start += len(value)
-        return {METADATA: self.whole.encode(tuple(places))}
+        if not folder:
+            return {METADATA: self.whole.encode(tuple(places))}
+        blank = "~" * len(folder)  # encoded once, filled in each time: strings of one length look alike in a pickle
+        encoded = self.whole.encode(tuple(places), blank)
+        return {METADATA: encoded.replace(blank.encode(), folder.encode())}
 
 
 class Plans:

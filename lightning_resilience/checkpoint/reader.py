@@ -10,7 +10,6 @@ import pathlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from lightning_resilience._torch import METADATA_CLASSES, local_chunk
 from lightning_resilience.checkpoint.candidates import METADATA
+from lightning_resilience.checkpoint.manifest import files_of
+from lightning_resilience.checkpoint.storage import LocalStorage, Place
 from lightning_resilience.errors import DamagedCheckpointError, UntrustedCheckpointError
 
 _HARMLESS: list[Any] = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path, timedelta]
@@ -84,9 +85,9 @@ class ShardReader:
         UntrustedCheckpointError: Its metadata holds something else than metadata.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.metadata = _read_metadata(directory / METADATA)
+    def __init__(self, directory: Place) -> None:
+        self._directory = files_of(directory)
+        self.metadata = _read_metadata(self._directory / METADATA)
 
     @property
     def names(self) -> list[str]:
@@ -135,19 +136,17 @@ class ShardReader:
             if region is not None:
                 yield MetadataIndex(name, chunk.offsets), region
 
-    def _bytes(self, index: MetadataIndex) -> bytes:
+    def _bytes(self, index: MetadataIndex) -> bytearray:
         info = self.metadata.storage_data[index]
-        name = Path(info.relative_path).name  # never outside the checkpoint
-        with open(self._directory / name, "rb", buffering=0) as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-        if len(data) != info.length:
-            raise DamagedCheckpointError(f"{self._directory / name} ends before {index.fqn!r} is complete")
+        file = self._directory / info.relative_path.rpartition("/")[2]  # never outside the checkpoint
+        data = bytearray(info.length)
+        if file.read_into(info.offset, memoryview(data)) != info.length:
+            raise DamagedCheckpointError(f"{file} ends before {index.fqn!r} is complete")
         return data
 
 
 def load_archive(
-    source: io.BytesIO | Path, label: str, trust: bool, *, mmap: bool = False, map_location: Any = "cpu"
+    source: io.BytesIO | Place, label: str, trust: bool, *, mmap: bool = False, map_location: Any = "cpu"
 ) -> Any:
     """``torch.load`` that unpickles only plain data, unless told to trust the file.
 
@@ -155,17 +154,19 @@ def load_archive(
         source: The archive.
         label: What to call it in an error.
         trust: Allow any object; it can run any code.
-        mmap: Map a file instead of reading it.
+        mmap: Map a file instead of reading it, where it is local.
         map_location: Where tensors go.
 
     Raises:
         UntrustedCheckpointError: It holds other objects, and is not trusted.
         DamagedCheckpointError: It is not an archive.
     """
-    arguments: dict[str, Any] = {"map_location": map_location, "mmap": mmap or None}
+    archive = _opened(source)
+    mapped = mmap and isinstance(archive, str)
+    arguments: dict[str, Any] = {"map_location": map_location, "mmap": mapped or None}
     try:
         with torch.serialization.safe_globals(_HARMLESS):
-            return torch.load(source, weights_only=True, **arguments)
+            return torch.load(archive, weights_only=True, **arguments)
     except pickle.UnpicklingError as error:
         if not trust:
             raise UntrustedCheckpointError(
@@ -174,9 +175,16 @@ def load_archive(
             ) from error
     except (RuntimeError, EOFError) as error:
         raise DamagedCheckpointError(f"{label} cannot be read: {_first_line(error)}") from error
+    if isinstance(archive, io.BytesIO):
+        archive.seek(0)
+    return torch.load(archive, weights_only=False, **arguments)
+
+
+def _opened(source: io.BytesIO | Place) -> io.BytesIO | str:
+    """What ``torch.load`` takes: the name of a local file, or bytes."""
     if isinstance(source, io.BytesIO):
-        source.seek(0)
-    return torch.load(source, weights_only=False, **arguments)
+        return source
+    return source.path if isinstance(source.storage, LocalStorage) else io.BytesIO(source.read())
 
 
 def _first_line(error: Exception) -> str:
@@ -184,10 +192,9 @@ def _first_line(error: Exception) -> str:
     return (lines or str(error).splitlines() or [type(error).__name__])[0].strip()
 
 
-def _read_metadata(path: Path) -> Metadata:
+def _read_metadata(path: Place) -> Metadata:
     try:
-        with open(path, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        metadata = _MetadataUnpickler(io.BytesIO(path.read())).load()
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing: the save was not finished") from None
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError, KeyError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_resilience._torch import local_chunk
 from lightning_resilience.checkpoint.candidates import META
+from lightning_resilience.checkpoint.manifest import files_of
 from lightning_resilience.checkpoint.reader import PieceReader, ShardReader, load_archive
 from lightning_resilience.checkpoint.state import clean_name, group_names, model_state
+from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import MismatchedCheckpointError
 
 _MODEL_KEYS = ("state_dict.", "model.")  # Lightning's name for FSDP2 and ours, and its name for FSDP1
@@ -44,7 +45,7 @@ class Target:
     trust: bool = False
 
 
-def restore(path: Path, target: Target) -> dict[str, Any]:
+def restore(path: Place, target: Target) -> dict[str, Any]:
     """Load the checkpoint at ``path``, a directory or a file.
 
     Returns:
@@ -63,13 +64,14 @@ def restore(path: Path, target: Target) -> dict[str, Any]:
 # --- a directory of shards ---------------------------------------------------------------------------------
 
 
-def _restore_sharded(path: Path, target: Target) -> dict[str, Any]:
+def _restore_sharded(path: Place, target: Target) -> dict[str, Any]:
     restore_pieces(ShardReader(path), path, target)
-    rest: dict[str, Any] = load_archive(path / META, str(path / META), target.trust)
+    meta = files_of(path) / META
+    rest: dict[str, Any] = load_archive(meta, str(meta), target.trust)
     return rest
 
 
-def restore_pieces(reader: PieceReader, path: Path, target: Target) -> None:
+def restore_pieces(reader: PieceReader, path: Place, target: Target) -> None:
     """Load model and optimizers.
 
     Args:
@@ -82,7 +84,7 @@ def restore_pieces(reader: PieceReader, path: Path, target: Target) -> None:
         _load_sharded_optimizer(reader, path, target, index, optimizer)
 
 
-def _load_sharded_model(reader: PieceReader, path: Path, target: Target) -> None:
+def _load_sharded_model(reader: PieceReader, path: Place, target: Target) -> None:
     prefix = next((key for key in _MODEL_KEYS if any(name.startswith(key) for name in reader.names)), "")
     flat = {name.removeprefix(prefix): name for name in reader.names if prefix and name.startswith(prefix)}
     wanted = model_state(target.module)
@@ -110,7 +112,7 @@ def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor],
 
 
 def _load_sharded_optimizer(
-    reader: PieceReader, path: Path, target: Target, index: int, optimizer: torch.optim.Optimizer
+    reader: PieceReader, path: Place, target: Target, index: int, optimizer: torch.optim.Optimizer
 ) -> None:
     root = f"optimizer_{index}"
     by_path = {reader.path_of(name): name for name in reader.names if name.startswith(f"{root}.")}
@@ -186,7 +188,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> to
 # --- one file ----------------------------------------------------------------------------------------------
 
 
-def _restore_file(path: Path, target: Target) -> dict[str, Any]:
+def _restore_file(path: Place, target: Target) -> dict[str, Any]:
     content: dict[str, Any] = load_archive(path, str(path), target.trust, mmap=True)
     if not isinstance(content, dict) or "state_dict" not in content:
         raise MismatchedCheckpointError(f"{path} is not a Lightning checkpoint: it has no 'state_dict'")
@@ -199,7 +201,7 @@ def _restore_file(path: Path, target: Target) -> dict[str, Any]:
     return content
 
 
-def _load_file_model(path: Path, state: Mapping[str, Any], target: Target) -> None:
+def _load_file_model(path: Place, state: Mapping[str, Any], target: Target) -> None:
     saved = {clean_name(name): value for name, value in state.items()}
     wanted = model_state(target.module)
     if target.strict:
@@ -213,7 +215,7 @@ def _load_file_model(path: Path, state: Mapping[str, Any], target: Target) -> No
 
 
 def _load_file_optimizer(
-    path: Path, saved: Mapping[str, Any], target: Target, index: int, optimizer: torch.optim.Optimizer
+    path: Place, saved: Mapping[str, Any], target: Target, index: int, optimizer: torch.optim.Optimizer
 ) -> None:
     names = group_names(target.module, optimizer)
     saved_groups = [list(group["params"]) for group in saved["param_groups"]]
@@ -283,7 +285,7 @@ def _flat(names: Sequence[Sequence[str]]) -> Iterator[str]:
         yield from group
 
 
-def _check_names(path: Path, wanted: Any, saved: Any, what: str) -> None:
+def _check_names(path: Place, wanted: Any, saved: Any, what: str) -> None:
     missing, unexpected = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
     if missing or unexpected:
         raise MismatchedCheckpointError(
@@ -293,7 +295,7 @@ def _check_names(path: Path, wanted: Any, saved: Any, what: str) -> None:
         )
 
 
-def _check_shapes(path: Path, pairs: Mapping[str, tuple[tuple[int, ...] | None, torch.Tensor]]) -> None:
+def _check_shapes(path: Place, pairs: Mapping[str, tuple[tuple[int, ...] | None, torch.Tensor]]) -> None:
     wrong = [
         f"{name} {shape} instead of {tuple(tensor.shape)}"
         for name, (shape, tensor) in pairs.items()
@@ -306,7 +308,7 @@ def _check_shapes(path: Path, pairs: Mapping[str, tuple[tuple[int, ...] | None, 
         )
 
 
-def _check_groups(path: Path, index: int, saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
+def _check_groups(path: Place, index: int, saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
     if [sorted(map(clean_name, group)) for group in saved] == [sorted(group) for group in names]:
         return
     here, there = set(_flat(names)), {clean_name(name) for name in _flat(saved)}
@@ -319,14 +321,14 @@ def _check_groups(path: Path, index: int, saved: Sequence[Sequence[str]], names:
 
 
 def _check_sizes_of_groups(
-    path: Path, index: int, saved: Sequence[Sequence[Any]], names: Sequence[Sequence[str]]
+    path: Place, index: int, saved: Sequence[Sequence[Any]], names: Sequence[Sequence[str]]
 ) -> None:
     sizes, ours = [len(group) for group in saved], [len(group) for group in names]
     if sizes != ours:
         raise _other_optimizer(path, index, f"its groups have {sizes} parameters, yours have {ours}")
 
 
-def _other_optimizer(path: Path, index: int, why: str) -> MismatchedCheckpointError:
+def _other_optimizer(path: Place, index: int, why: str) -> MismatchedCheckpointError:
     return MismatchedCheckpointError(
         f"the checkpoint {path} does not fit optimizer {index}: {why}. Configure the optimizers as they were when"
         " it was saved, or load the weights only: `load_from_checkpoint`, or `fit` without `ckpt_path`."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 
 import xxhash
 
@@ -15,19 +14,19 @@ from lightning_resilience.checkpoint.candidates import Candidate, examine, none_
 from lightning_resilience.checkpoint.digest import BLOCK, pieces
 from lightning_resilience.checkpoint.exchange import Exchange
 from lightning_resilience.checkpoint.manifest import Manifest, Seal
-from lightning_resilience.checkpoint.storage import Place, place_for
+from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import DamagedCheckpointError, LoadError
 
 log = logging.getLogger(__name__)
 
 
-def choose(path: str, exchange: Exchange, *, fall_back: bool) -> Path:
-    """The checkpoint to load instead of ``path``: itself, or the newest valid one before it.
+def choose(place: Place, exchange: Exchange, *, fall_back: bool) -> Place:
+    """The checkpoint to load instead of ``place``: itself, or the newest valid one before it.
 
     Called on all ranks; all get the same answer, or the same error.
 
     Args:
-        path: A checkpoint, or a directory of them; rank 0's counts.
+        place: A checkpoint, or a directory of them; rank 0's counts.
         exchange: How the ranks agree.
         fall_back: Whether an earlier checkpoint may take the place of a damaged one.
 
@@ -36,40 +35,40 @@ def choose(path: str, exchange: Exchange, *, fall_back: bool) -> Path:
         NoValidCheckpointError: None of them is valid.
         LoadError: There is none.
     """
-    names = _agreed_names(path, exchange)
+    places = [Place(place.storage, path) for path in _agreed_paths(place, exchange)]
     faults: list[str] = []
-    for name in names if fall_back else names[:1]:
-        fault = _shared_check(Path(name), exchange)
+    for candidate in places if fall_back else places[:1]:
+        fault = _shared_check(candidate, exchange)
         if not fault:
-            _say_choice(name, faults, exchange)
-            return Path(name)
+            _say_choice(candidate, faults, exchange)
+            return candidate
         faults.append(fault)
     if not fall_back:
-        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {faults[0]}")
-    raise none_valid(Path(names[0]).parent, faults)
+        raise DamagedCheckpointError(f"the checkpoint {place} is damaged: {faults[0]}")
+    raise none_valid(places[0].parent, faults)
 
 
-def _agreed_names(path: str, exchange: Exchange) -> list[str]:
+def _agreed_paths(place: Place, exchange: Exchange) -> list[str]:
     """Rank 0 looks and the others follow: a listing may differ while somebody else commits."""
-    names: list[str] = []
+    paths: list[str] = []
     error = ""
     if exchange.rank == 0:
         try:
-            names = [str(candidate.path) for candidate in with_predecessors(Path(path))]
-        except LoadError as caught:
+            paths = [candidate.path for candidate in with_predecessors(place)]
+        except (LoadError, OSError) as caught:
             error = str(caught)
-    answer = json.loads(exchange.all_gather(json.dumps({"names": names, "error": error}).encode())[0])
+    answer = json.loads(exchange.all_gather(json.dumps({"paths": paths, "error": error}).encode())[0])
     if answer["error"]:
         raise LoadError(answer["error"])
-    found: list[str] = answer["names"]
+    found: list[str] = answer["paths"]
     return found
 
 
-def _shared_check(path: Path, exchange: Exchange) -> str:
+def _shared_check(place: Place, exchange: Exchange) -> str:
     """Every rank checks its share of the files; the first fault of any, or an empty string."""
     fault = ""
     try:
-        candidate = examine(path)
+        candidate = examine(place)
         fault = candidate.fault
         if not fault:
             check_share(candidate, exchange.rank, exchange.world_size)
@@ -86,16 +85,16 @@ def check_share(candidate: Candidate, rank: int, world_size: int) -> None:
     """
     if isinstance(candidate.proof, Seal):
         if rank == 0:
-            _compare(candidate.path, candidate.proof.digested, candidate.proof.xxh3)
+            _compare(candidate.place, candidate.proof.digested, candidate.proof.xxh3)
     elif isinstance(candidate.proof, Manifest):
         files = sorted(candidate.proof.files.items(), key=lambda item: item[1].size, reverse=True)
         for name, record in files[rank::world_size]:
-            _compare(candidate.path / name, record.size, record.xxh3)
+            _compare(candidate.folder / name, record.size, record.xxh3)
 
 
-def _compare(path: Path, size: int, xxh3: str) -> None:
-    if not is_intact(place_for(path), size, xxh3):
-        raise DamagedCheckpointError(f"{path} does not hold what was written: its checksum differs")
+def _compare(file: Place, size: int, xxh3: str) -> None:
+    if not is_intact(file, size, xxh3):
+        raise DamagedCheckpointError(f"{file} does not hold what was written: its checksum differs")
 
 
 def is_intact(file: Place, size: int, digest: str) -> bool:
@@ -114,10 +113,10 @@ def _digest_of(file: Place, start: int, stop: int, buffer: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _say_choice(path: str, faults: list[str], exchange: Exchange) -> None:
+def _say_choice(chosen: Place, faults: list[str], exchange: Exchange) -> None:
     if faults and exchange.rank == 0:
         log.warning(
             "DAMAGED CHECKPOINT: %s. Using %s instead; the steps after it will be done again.",
             "; ".join(faults),
-            path,
+            chosen,
         )

@@ -19,16 +19,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from lightning_resilience.checkpoint.commit import (
-    Commit,
-    CommitClock,
-    Record,
-    attempt_directory,
-    is_committed,
-    open_attempt,
-    report_failure,
-    sweep,
-)
+from lightning_resilience.checkpoint.attempts import Attempt, Pulse, Record, attempt_of, sweep
+from lightning_resilience.checkpoint.commit import Commit, CommitClock, is_committed, write_file
 from lightning_resilience.checkpoint.manifest import FileRecord, seal_tail
 from lightning_resilience.checkpoint.messages import (
     Attach,
@@ -42,7 +34,7 @@ from lightning_resilience.checkpoint.messages import (
     decode,
     encode,
 )
-from lightning_resilience.checkpoint.storage import local as storage
+from lightning_resilience.checkpoint.storage import Place, place_for
 from lightning_resilience.errors import SaveError
 
 _NICENESS = 10  # training has the processor first
@@ -120,9 +112,9 @@ class Writer:
         self._arena: Arena | None = None
         self._stopping = False
         self._last_save_failed = False
-        self._postponed: list[Path] = []
+        self._postponed: list[Remove] = []
         self._run_started = 0.0
-        self._swept: set[Path] = set()
+        self._swept: set[str] = set()
         self._clock = CommitClock()
 
     def run(self) -> None:
@@ -164,53 +156,48 @@ class Writer:
 
     def _save(self, request: Save) -> None:
         one_file = request.files[0].name == ""
+        attempt = attempt_of(request)
         try:
             if request.staged and not is_committed(request):
-                (self._write_file if one_file else self._write_shard)(request)
+                (self._write_file if one_file else self._write_shard)(request, attempt)
         except OSError as error:
             self._finish(request, explain(error))
             return
         self._link.send(Written(request.id))
-        if one_file or request.rank != 0 or is_committed(request):
+        if one_file or request.rank != 0:
             self._finish(request, "")
         else:
             self._in_order.append(Commit(request, self._clock, time.monotonic()))
 
-    def _write_file(self, request: Save) -> None:
-        """A checkpoint that is one file: written under another name, sealed, renamed."""
-        path, image = Path(request.path), request.files[0]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._sweep(path.parent)
-        draft = attempt_directory(path, request.attempt)
-        created_ns = self._clock.next(path.parent)
-        try:
-            storage.write_durably(
-                draft,
-                self._bytes(image),
-                tail=lambda digest: seal_tail(image.size, request.step, created_ns, digest),
-                held_back=2,
-            )
-            storage.put_in_place(draft, path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+    def _write_file(self, request: Save, attempt: Attempt) -> None:
+        """A checkpoint that is one file, with a seal at its end; appears whole."""
+        image, directory = request.files[0], attempt.target.parent
+        directory.storage.make_directory(str(directory))
+        self._sweep(directory)
+        created_ns = self._clock.next(directory)
 
-    def _write_shard(self, request: Save) -> None:
-        """This rank's files and its record, into the directory that all ranks of the attempt share."""
+        def seal(digest: str) -> bytes:
+            return seal_tail(image.size, request.step, created_ns, digest)
+
+        write_file(attempt, self._bytes(image), seal, Pulse(attempt, request))
+
+    def _write_shard(self, request: Save, attempt: Attempt) -> None:
+        """This rank's files and its record, where the coordinator looks for them."""
+        pulse = Pulse(attempt, request)
         try:
-            directory = open_attempt(request)
+            attempt.open(request.rank)
             if request.rank == 0:
-                self._sweep(directory.parent)
-            files = {image.name: self._write_image(directory, image) for image in request.files}
-            Record(request.rank, files).write(directory)
+                self._sweep(attempt.target.parent)
+            files = {image.name: self._write_image(attempt.files, image, pulse) for image in request.files}
+            attempt.deliver(Record(request.rank, files))
         except OSError as error:
-            report_failure(request, explain(error))
+            attempt.report_failure(request.rank, [image.name for image in request.files], explain(error))
             if request.rank == 0:
-                Commit(request, self._clock, time.monotonic()).abandon()
+                attempt.abandon()
             raise
 
-    def _write_image(self, directory: Path, image: FileImage) -> FileRecord:
-        digest = storage.write_durably(directory / image.name, self._bytes(image))
+    def _write_image(self, directory: Place, image: FileImage, pulse: Pulse) -> FileRecord:
+        digest = (directory / image.name).write(self._bytes(image), progress=pulse)
         return FileRecord(image.size, digest)
 
     def _bytes(self, image: FileImage) -> memoryview:
@@ -218,10 +205,10 @@ class Writer:
             raise SaveError("no arena was attached before the first save")
         return self._arena.memory[image.offset : image.offset + image.size]
 
-    def _sweep(self, directory: Path) -> None:
-        if directory not in self._swept:
+    def _sweep(self, directory: Place) -> None:
+        if str(directory) not in self._swept:
             sweep(directory, time.time(), self._run_started)
-            self._swept.add(directory)
+            self._swept.add(str(directory))
 
     def _work_in_order(self) -> None:
         """Commits and removals happen in the order they were asked for."""
@@ -249,24 +236,22 @@ class Writer:
         self._last_save_failed = bool(error)
         if not error:
             postponed, self._postponed = self._postponed, []
-            for path in postponed:
-                if path != Path(request.path):  # saved anew meanwhile
-                    self._delete(path)
+            for removal in postponed:
+                if removal.path != request.path:  # saved anew meanwhile
+                    self._delete(removal)
         self._link.send(Done(request.id, error))
 
     def _remove(self, request: Remove) -> None:
         error = ""
         if self._last_save_failed:  # what should replace it does not exist: keep it until something newer does
-            self._postponed.append(Path(request.path))
+            self._postponed.append(request)
         else:
-            error = self._delete(Path(request.path))
+            error = self._delete(request)
         self._link.send(Done(request.id, error))
 
-    def _delete(self, path: Path) -> str:
+    def _delete(self, request: Remove) -> str:
         try:
-            storage.delete(path)
-        except FileNotFoundError:
-            pass
+            place_for(request.path, request.storage_options).delete()
         except OSError as error:
             return explain(error)
         return ""

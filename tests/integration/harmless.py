@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_resilience.checkpoint.exchange import Alone
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.verify import choose
 from tests.integration.fits import Dump, Fit, Net, dump_of, loader, make_model, make_trainer
 
@@ -103,7 +104,7 @@ def after_fit(fit: Fit) -> dict[str, Any]:
     trainer.fit(make_model(fit), loader())
     path = Path(fit.folder, "after.ckpt")
     trainer.save_checkpoint(path)
-    found = choose(str(path), Alone(), fall_back=False) if trainer.is_global_zero else None
+    found = choose(place_for(path), Alone(), fall_back=False) if trainer.is_global_zero else None
     trainer.strategy.barrier()
     return {"found": found and found.name}
 
@@ -127,7 +128,7 @@ def top_two_and_last(fit: Fit) -> dict[str, Any]:
         return {}
     names = sorted(os.listdir(folder))
     for name in names:
-        choose(str(folder / name), Alone(), fall_back=False)
+        choose(place_for(folder / name), Alone(), fall_back=False)
     return {
         "names": names,
         "best": Path(callback.best_model_path).name,

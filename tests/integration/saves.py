@@ -26,6 +26,7 @@ from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import GroupExchange
 from lightning_resilience.checkpoint.layout import flatten
 from lightning_resilience.checkpoint.reader import ShardReader
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.verify import choose
 
 KEPT = 2
@@ -62,13 +63,13 @@ def resumed_step(path: str | None, state: dict[str, Any], exchange: GroupExchang
     found = exchange.all_gather((path or "").encode())[0].decode()
     if not found:
         return 0
-    chosen = choose(found, exchange, fall_back=True)
+    chosen = choose(place_for(found), exchange, fall_back=True)
     if chosen.is_dir():
-        step = int(torch.load(chosen / "meta.pt", weights_only=True)["global_step"])
+        step = int(torch.load(str(chosen / "meta.pt"), weights_only=True)["global_step"])
         tensors = {leaf.name: leaf.value for leaf in flatten(state) if isinstance(leaf.value, Tensor)}
         ShardReader(chosen).read_into(tensors)
     else:
-        content = torch.load(chosen, weights_only=True)
+        content = torch.load(chosen.path, weights_only=True)
         step = content["global_step"]
         tensors = {leaf.name: leaf.value for leaf in flatten(content) if isinstance(leaf.value, Tensor)}
     for name, tensor in tensors.items():

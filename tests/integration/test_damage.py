@@ -18,6 +18,7 @@ import pytest
 
 from lightning_resilience import AsyncCheckpointIO, newest_checkpoint
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import DamagedCheckpointError, LoadError, NoValidCheckpointError
 from tests.integration.fits import Fit, orders, result_of
@@ -146,7 +147,7 @@ def chosen(path: Path, ranks: int, *, fall_back: bool = True) -> list[Path | Loa
 
     def choose_one(exchange: Exchange) -> None:
         try:
-            answers[exchange.rank] = choose(str(path), exchange, fall_back=fall_back)
+            answers[exchange.rank] = Path(choose(place_for(path), exchange, fall_back=fall_back).path)
         except LoadError as error:
             answers[exchange.rank] = error
 

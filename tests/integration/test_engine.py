@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.manifest import read_manifest
 from lightning_resilience.checkpoint.reader import ShardReader
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.writer import WriterClient
 from lightning_resilience.errors import SaveError, WriterError
 
@@ -372,7 +373,7 @@ def test_a_report_tells_how_a_save_went(
     assert 0 < report.stall_s < report.durable_s
     assert report.error is None
     assert "staged in" in caplog.text
-    manifest = read_manifest(tmp_path / "1.ckpt")
+    manifest = read_manifest(place_for(tmp_path / "1.ckpt"))
     assert manifest is not None
     assert manifest.step == 7
 
@@ -405,4 +406,4 @@ def test_a_numpy_learning_rate_is_plain_data(engine: CheckpointEngine, tmp_path:
     state["optimizer_0"]["param_groups"][0]["lr"] = np.float64(0.25)
     engine.save_sharded(str(tmp_path / "a.ckpt"), 1, state, {})
     engine.wait()
-    assert ShardReader(tmp_path / "a.ckpt").value("optimizer_0.param_groups.0.lr", trust=False) == 0.25
+    assert ShardReader(place_for(tmp_path / "a.ckpt")).value("optimizer_0.param_groups.0.lr", trust=False) == 0.25

@@ -25,6 +25,7 @@ from lightning_resilience import newest_checkpoint
 from lightning_resilience.checkpoint.candidates import find
 from lightning_resilience.checkpoint.exchange import Alone
 from lightning_resilience.checkpoint.layout import flatten
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.verify import choose
 from tests.integration.ranks import Job, Stem
 
@@ -119,10 +120,10 @@ def step_left(folder: Path) -> int:
         assert not list(folder.glob("*.ckpt"))
         return 0
     steps = []
-    for candidate in find(folder):
+    for candidate in find(place_for(folder)):
         assert candidate.proof is not None, candidate
-        assert choose(str(candidate.path), Alone(), fall_back=False) == candidate.path
-        (step,) = values(candidate.path)
+        assert choose(candidate.place, Alone(), fall_back=False) == candidate.place
+        (step,) = values(Path(candidate.path))
         steps.append(int(step))
     assert steps == sorted(steps, reverse=True), "newest first"
     assert values(Path(newest)) == [steps[0]]

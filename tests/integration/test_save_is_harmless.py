@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_resilience import newest_checkpoint
 from lightning_resilience.checkpoint.exchange import Alone
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.verify import choose
 from tests.integration.fits import Fit, orders, result_of
 from tests.integration.harmless import STRATEGIES, spoiled_dump
@@ -170,7 +171,7 @@ def test_on_a_full_disk_training_ends_with_an_error_and_nothing_is_lost(failures
     assert f"{fit.folder}/step=4.ckpt (step 4) was NOT saved: " in failures.output
     newest = newest_checkpoint(fit.folder)
     assert newest == f"{fit.folder}/step=2.ckpt"  # asked to be deleted, and kept because nothing took its place
-    assert choose(newest, Alone(), fall_back=False) == Path(newest)
+    assert choose(place_for(newest), Alone(), fall_back=False).path == newest
 
 
 @pytest.mark.parametrize("kind", ["sharded", "one_file"])

@@ -14,6 +14,7 @@ from lightning_resilience.checkpoint import candidates
 from lightning_resilience.checkpoint.candidates import find, with_predecessors
 from lightning_resilience.checkpoint.exchange import Alone
 from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, seal_tail
+from lightning_resilience.checkpoint.storage import Place, place_for
 from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import (
@@ -70,9 +71,7 @@ def test_a_home_directory_and_folders_made_by_a_slash_in_a_name_are_looked_into(
     monkeypatch.undo()
 
 
-def test_a_url_or_a_file_is_refused_rather_than_a_first_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="a URL"):
-        newest_checkpoint("s3://bucket/run")
+def test_a_file_is_refused_rather_than_a_first_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="that is a file"):
         newest_checkpoint(a_file(tmp_path, created=1))
 
@@ -133,19 +132,19 @@ def test_nothing_valid_is_an_error_that_names_every_fault(tmp_path: Path) -> Non
 
 def test_files_and_directories_are_ordered_together(tmp_path: Path) -> None:
     directory, file = a_checkpoint(tmp_path, step=5, created=5), a_file(tmp_path, created=9)
-    assert [candidate.path for candidate in find(tmp_path)] == [file, directory]
+    assert [candidate.path for candidate in find(place_for(tmp_path))] == [str(file), str(directory)]
 
 
 def test_predecessors_are_only_those_committed_before(tmp_path: Path) -> None:
     first, second, _third = (a_checkpoint(tmp_path, step) for step in (1, 2, 3))
-    assert [candidate.path for candidate in with_predecessors(second)] == [second, first]
+    assert [candidate.path for candidate in with_predecessors(place_for(second))] == [str(second), str(first)]
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="there is no checkpoint at"):
-        with_predecessors(tmp_path / "nothing.ckpt")
+        with_predecessors(place_for(tmp_path / "nothing.ckpt"))
     with pytest.raises(LoadError, match="neither a checkpoint nor a directory that holds one"):
-        with_predecessors(tmp_path)
+        with_predecessors(place_for(tmp_path))
 
 
 @pytest.mark.parametrize("file", [".metadata", "meta.pt", "__0_0.distcp", MANIFEST])
@@ -154,37 +153,37 @@ def test_a_flipped_byte_is_found_named_and_the_previous_one_used(
 ) -> None:
     good, bad = a_checkpoint(tmp_path, step=1), a_checkpoint(tmp_path, step=2)
     flip(bad / file)
-    assert choose(str(tmp_path), Alone(), fall_back=True) == good
+    assert choose(place_for(tmp_path), Alone(), fall_back=True).path == str(good)
     assert "DAMAGED CHECKPOINT" in caplog.text
     assert str(bad / file) in caplog.text
     with pytest.raises(DamagedCheckpointError, match=file):
-        choose(str(bad), Alone(), fall_back=False)
+        choose(place_for(bad), Alone(), fall_back=False)
 
 
 def test_a_flipped_byte_in_a_file_is_found(tmp_path: Path) -> None:
     good, bad = a_file(tmp_path, created=1), a_file(tmp_path, created=2)
     flip(bad)
-    assert choose(str(bad), Alone(), fall_back=True) == good
+    assert choose(place_for(bad), Alone(), fall_back=True).path == str(good)
 
 
 def test_one_that_vanishes_while_we_look_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, gone = a_checkpoint(tmp_path, step=1), a_checkpoint(tmp_path, step=2)
     original = candidates.examine
 
-    def late(path: Path) -> candidates.Candidate:
-        if path == gone:
-            storage.delete(path)
-        return original(path)
+    def late(place: Place) -> candidates.Candidate:
+        if str(place) == str(gone):
+            place.delete()
+        return original(place)
 
     monkeypatch.setattr(candidates, "examine", late)
-    assert [candidate.path for candidate in find(tmp_path)] == [good]
+    assert [candidate.path for candidate in find(place_for(tmp_path))] == [str(good)]
 
 
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     for step in (1, 2):
         flip(a_checkpoint(tmp_path, step) / "__0_0.distcp")
     with pytest.raises(NoValidCheckpointError):
-        choose(str(tmp_path / "step=2.ckpt"), Alone(), fall_back=True)
+        choose(place_for(tmp_path / "step=2.ckpt"), Alone(), fall_back=True)
 
 
 class TwoRanks:
@@ -203,16 +202,16 @@ class TwoRanks:
 def test_a_fault_that_only_another_rank_saw_counts(tmp_path: Path) -> None:
     a_checkpoint(tmp_path, step=1)
     with pytest.raises(DamagedCheckpointError, match="rank 1 found it"):
-        choose(str(tmp_path / "step=1.ckpt"), TwoRanks(b"rank 1 found it"), fall_back=False)
+        choose(place_for(tmp_path / "step=1.ckpt"), TwoRanks(b"rank 1 found it"), fall_back=False)
 
 
 def test_a_writer_that_is_still_busy_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_resilience")
-    answers = [[tmp_path / ".x.incomplete"], [tmp_path / ".x.incomplete"], []]
+    answers = [[place_for(tmp_path / ".x.incomplete")]] * 2 + [[]]
     monkeypatch.setattr(candidates, "live_attempts", lambda directory, now: answers.pop(0))
     slept: list[float] = []
-    candidates._wait_for_writers(tmp_path, 10.0, slept.append)
+    candidates._wait_for_writers(place_for(tmp_path), 10.0, slept.append)
     assert len(slept) == 2
     assert caplog.text.count("waiting for the writer") == 1

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import socket
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
 
-from lightning_resilience.checkpoint import commit
-from lightning_resilience.checkpoint.commit import (
-    Commit,
-    CommitClock,
-    Record,
-    attempt_directory,
-    is_committed,
-    open_attempt,
-)
+from lightning_resilience.checkpoint.attempts import Attempt, Record, attempt_of
+from lightning_resilience.checkpoint.commit import Commit, CommitClock, is_committed
 from lightning_resilience.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from lightning_resilience.checkpoint.messages import FileImage, Save
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import SaveError
 
 
@@ -31,10 +23,15 @@ def a_save(directory: Path, attempt: str = "a1", rank: int = 0, world_size: int 
 
 def deliver(directory: Path, rank: int, attempt: str = "a1", error: str = "") -> None:
     request = a_save(directory, attempt, rank)
-    place = open_attempt(request)
+    mine = attempt_of(request)
+    mine.open(rank)
     name = f"__{rank}_0.distcp"
-    (place / name).write_text("data")
-    Record(rank, {} if error else {name: FileRecord(4, "0" * 16)}, error).write(place)
+    (mine.files / name).write(b"data")
+    mine.deliver(Record(rank, {} if error else {name: FileRecord(4, "0" * 16)}, error))
+
+
+def scaffolding(directory: Path, attempt: str = "a1") -> Path:
+    return Path(str(attempt_of(a_save(directory, attempt)).scaffolding))
 
 
 def visible(directory: Path) -> list[str]:
@@ -66,15 +63,15 @@ def test_a_rank_that_has_no_room_to_say_that_it_failed_still_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliver(tmp_path, 0)
-    place = open_attempt(a_save(tmp_path, rank=1))
-    (place / "__1_0.distcp").write_text("as far as it came")
+    attempt = attempt_of(a_save(tmp_path, rank=1))
+    (attempt.files / "__1_0.distcp").write(b"as far as it came")
 
-    def full(self: Record, directory: Path) -> None:
+    def full(self: Attempt, record: Record) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Record, "write", full)
-    commit.report_failure(a_save(tmp_path, rank=1), "No space left on device")
-    assert not (place / "__1_0.distcp").exists()
+    monkeypatch.setattr(Attempt, "deliver", full)
+    attempt.report_failure(1, ["__1_0.distcp"], "No space left on device")
+    assert not (attempt.files / "__1_0.distcp").exists()
     with pytest.raises(SaveError, match="rank 1: its part could not be written"):
         Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     assert os.listdir(tmp_path) == []
@@ -93,7 +90,7 @@ def test_an_orphan_waits_while_there_is_progress_and_gives_up_after_a_minute_of_
     deliver(tmp_path, 0)
     pending = Commit(a_save(tmp_path), CommitClock(), now=0.0)
     assert not pending.advance(1.0, orphaned=True)
-    (attempt_directory(tmp_path / "step=30.ckpt", "a1") / "__1_0.distcp").write_text("some")
+    (scaffolding(tmp_path) / "__1_0.distcp").write_text("some")
     assert not pending.advance(59.0, orphaned=True)
     assert not pending.advance(98.0, orphaned=True)  # a minute counts from the last progress
     with pytest.raises(SaveError, match="rank 1"):
@@ -104,7 +101,7 @@ def test_an_orphan_waits_while_there_is_progress_and_gives_up_after_a_minute_of_
 def test_a_coordinator_killed_while_it_commits_is_succeeded_by_another(tmp_path: Path, when: str) -> None:
     for rank in (0, 1):
         deliver(tmp_path, rank)
-    place = attempt_directory(tmp_path / "step=30.ckpt", "a1")
+    place = scaffolding(tmp_path)
     files = {f"__{rank}_0.distcp": FileRecord(4, "0" * 16) for rank in (0, 1)}
     manifest = Manifest(30, 2, "a1", 1, files).encode()
     (place / "manifest.json").write_bytes(manifest[:50] if when == "half a manifest" else manifest)
@@ -116,12 +113,29 @@ def test_a_coordinator_killed_while_it_commits_is_succeeded_by_another(tmp_path:
     assert is_committed(a_save(tmp_path))
 
 
-def test_a_file_that_another_rank_renames_while_we_count_is_no_error(
+def test_of_many_ranks_only_what_is_new_is_read_and_ever_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deliver(tmp_path, 0)
-    monkeypatch.setattr(commit, "_entries", lambda directory: [directory / "rank_1.draft-17"])
-    assert not Commit(a_save(tmp_path), CommitClock(), now=0.0).advance(1.0, orphaned=True)
+    looks: list[int] = []
+    original = Attempt.new_records
+
+    def counted(self: Attempt, known: Container[int]) -> list[Record]:
+        found = original(self, known)
+        looks.append(len(found))
+        return found
+
+    monkeypatch.setattr(Attempt, "new_records", counted)
+    for rank in range(98):
+        deliver(tmp_path, rank)
+    pending = Commit(a_save(tmp_path, world_size=100), CommitClock(), now=0.0)
+    for millisecond in range(0, 10_000, 20):
+        assert not pending.advance(millisecond / 1000, orphaned=False)
+    assert looks[0] == 98
+    assert sum(looks) == 98
+    assert len(looks) < 40
+    deliver(tmp_path, 98)
+    deliver(tmp_path, 99)
+    assert pending.advance(11.0, orphaned=False)
 
 
 def test_two_attempts_at_one_path_do_not_mix(tmp_path: Path) -> None:
@@ -130,7 +144,7 @@ def test_two_attempts_at_one_path_do_not_mix(tmp_path: Path) -> None:
     deliver(tmp_path, 0, "a2")
     assert Commit(a_save(tmp_path, "a1"), CommitClock(), now=0.0).advance(1.0, orphaned=False)
     assert not Commit(a_save(tmp_path, "a2"), CommitClock(), now=0.0).advance(1.0, orphaned=False)
-    manifest = read_manifest(tmp_path / "step=30.ckpt")
+    manifest = read_manifest(place_for(tmp_path / "step=30.ckpt"))
     assert manifest is not None
     assert manifest.attempt == "a1"
 
@@ -140,7 +154,7 @@ def test_a_commit_replaces_an_older_checkpoint_of_the_same_name(tmp_path: Path) 
         for rank in (0, 1):
             deliver(tmp_path, rank, attempt)
         assert Commit(a_save(tmp_path, attempt), CommitClock(), now=0.0).advance(1.0, orphaned=False)
-    manifest = read_manifest(tmp_path / "step=30.ckpt")
+    manifest = read_manifest(place_for(tmp_path / "step=30.ckpt"))
     assert manifest is not None
     assert manifest.attempt == "a2"
     assert os.listdir(tmp_path) == ["step=30.ckpt"]
@@ -152,79 +166,6 @@ def test_commit_times_increase_even_after_a_host_whose_clock_was_ahead(tmp_path:
     place.mkdir()
     (place / "manifest.json").write_bytes(Manifest(10, 1, "x", future, {}).encode())
     clock = CommitClock(now_ns=lambda: 5)
-    assert clock.next(tmp_path) == future + 1
-    assert clock.next(tmp_path) == future + 2
-    assert clock.next(tmp_path / "step=10.ckpt") == 5
-
-
-def attempt_of(directory: Path, pid: int, host: str | None = None) -> Path:
-    place = directory / ".step=1.ckpt.dead.incomplete"
-    place.mkdir()
-    (place / "rank_0.owner").write_text(json.dumps({"host": host or socket.gethostname(), "pid": pid}))
-    return place
-
-
-def test_the_sweep_takes_what_a_dead_writer_left(tmp_path: Path) -> None:
-    attempt_of(tmp_path, pid=2**22 + 1)  # beyond the largest process id
-    (tmp_path / ".old.ckpt.removed").mkdir()
-    commit.sweep(tmp_path, now=os.stat(tmp_path).st_mtime + 5, before=2**40)
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_sweep_leaves_what_this_run_has_written_though_its_writer_is_gone(tmp_path: Path) -> None:
-    place = attempt_of(tmp_path, pid=2**22 + 1)
-    written = os.stat(place).st_mtime
-    commit.sweep(tmp_path, now=written + 60, before=written - 1)
-    assert place.exists()
-    commit.sweep(tmp_path, now=written + 60, before=written + 1)
-    assert not place.exists()
-
-
-def test_the_sweep_leaves_what_another_host_may_be_working_on(tmp_path: Path) -> None:
-    place = attempt_of(tmp_path, pid=1, host="another-node")
-    written = max(os.stat(place / "rank_0.owner").st_mtime, os.stat(place).st_mtime)
-    commit.sweep(tmp_path, now=written + 1800, before=2**40)
-    assert commit.live_attempts(tmp_path, now=written + 30) == [place]
-    assert commit.live_attempts(tmp_path, now=written + 90) == []
-    commit.sweep(tmp_path, now=written + 7200, before=2**40)
-    assert not place.exists()
-
-
-def test_a_single_file_belongs_to_whoever_locks_it(tmp_path: Path) -> None:
-    draft = tmp_path / ".full.ckpt.abc.incomplete"
-    draft.write_text("half")
-    later = os.stat(draft).st_mtime + 3600
-    with open(draft, "rb") as writer:
-        fcntl.flock(writer, fcntl.LOCK_SH)
-        commit.sweep(tmp_path, now=later, before=2**40)
-        assert commit.live_attempts(tmp_path, now=later) == [draft]
-    commit.sweep(tmp_path, now=later, before=2**40)
-    assert not draft.exists()
-
-
-def test_an_attempt_that_was_just_opened_is_given_time_to_say_by_whom(tmp_path: Path) -> None:
-    place = tmp_path / ".step=1.ckpt.new.incomplete"
-    place.mkdir()
-    opened = os.stat(place).st_mtime
-    assert commit.live_attempts(tmp_path, now=opened + 1) == [place]
-    assert commit.live_attempts(tmp_path, now=opened + 5) == []
-
-
-def test_an_owner_that_was_never_written_keeps_nothing_alive(tmp_path: Path) -> None:
-    place = tmp_path / ".step=1.ckpt.abc.incomplete"
-    place.mkdir()
-    (place / "rank_0.owner").touch()
-    later = os.stat(place).st_mtime + 3
-    assert commit.live_attempts(tmp_path, now=later) == []
-    commit.sweep(tmp_path, now=later, before=2**40)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_failure_before_there_is_a_directory_is_nobodys_to_hear(tmp_path: Path) -> None:
-    commit.report_failure(a_save(tmp_path / "missing", rank=1), "Permission denied")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_reused_process_id_does_not_keep_an_attempt_alive(tmp_path: Path) -> None:
-    attempt_of(tmp_path, pid=os.getpid())  # alive, but no writer
-    assert commit.live_attempts(tmp_path, now=os.stat(tmp_path).st_mtime + 5) == []
+    assert clock.next(place_for(tmp_path)) == future + 1
+    assert clock.next(place_for(tmp_path)) == future + 2
+    assert clock.next(place_for(tmp_path / "step=10.ckpt")) == 5

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from lightning_resilience._torch import storage_info
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.reader import ShardReader, load_archive, overlap
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import DamagedCheckpointError, UntrustedCheckpointError
 
 
@@ -73,7 +74,7 @@ def a_directory(path: Path, relative: str = "__0_0.distcp") -> Path:
 
 
 def test_a_tensor_is_put_together_from_its_pieces(tmp_path: Path) -> None:
-    reader = ShardReader(a_directory(tmp_path))
+    reader = ShardReader(place_for(a_directory(tmp_path)))
     whole = torch.zeros(4, 2)
     reader.read_into({"w": whole})
     assert torch.equal(whole, torch.arange(8.0).reshape(4, 2))
@@ -84,7 +85,7 @@ def test_a_path_in_the_metadata_never_leaves_the_directory(tmp_path: Path) -> No
     inside.mkdir()
     a_directory(inside, relative="../../../../__0_0.distcp")
     whole = torch.zeros(4, 2)
-    ShardReader(inside).read_into({"w": whole})  # the file of that name inside
+    ShardReader(place_for(inside)).read_into({"w": whole})  # the file of that name inside
     assert whole[3, 1] == 7
 
 
@@ -92,13 +93,13 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     a_directory(tmp_path)
     os.truncate(tmp_path / "__0_0.distcp", 100)
     with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp ends before 'w' is complete"):
-        ShardReader(tmp_path).read_into({"w": torch.zeros(4, 2)})
+        ShardReader(place_for(tmp_path)).read_into({"w": torch.zeros(4, 2)})
 
 
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
     with pytest.raises(UntrustedCheckpointError, match=r"refers to posix\.mkdir"):
-        ShardReader(tmp_path)
+        ShardReader(place_for(tmp_path))
     assert not (tmp_path / "mark").exists()
 
 
@@ -106,7 +107,7 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
 def test_metadata_that_cannot_be_read_is_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match="metadata"):
-        ShardReader(tmp_path)
+        ShardReader(place_for(tmp_path))
 
 
 def test_an_archive_cannot_run_code_unless_it_is_trusted(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lightning_resilience.checkpoint.state import (
     optimizer_state,
 )
 from lightning_resilience.checkpoint.storage import local as storage
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError
 
 
@@ -119,7 +120,7 @@ def test_everything_comes_back(tmp_path: Path, write: Write) -> None:
     path = write(tmp_path / "a.ckpt", module, optimizer)
     other = a_module()
     other_optimizer = two_groups(other)
-    assert restore(path, Target(other, [other_optimizer])) == {"global_step": 2}
+    assert restore(place_for(path), Target(other, [other_optimizer])) == {"global_step": 2}
     assert_equal_state(model_state(other), model_state(module))
     assert_equal_state(optimizer_state(other, other_optimizer), optimizer_state(module, optimizer))
     assert other[0].note == "trained"
@@ -131,7 +132,7 @@ def test_a_state_from_before_the_first_step_comes_back_empty(tmp_path: Path, wri
     path = write(tmp_path / "a.ckpt", module, optimizer)
     other = a_module()
     other_optimizer = two_groups(other)
-    restore(path, Target(other, [other_optimizer]))
+    restore(place_for(path), Target(other, [other_optimizer]))
     assert not other_optimizer.state
     assert not optimizer.state  # asking for it ran no step either
 
@@ -140,7 +141,7 @@ def test_a_state_from_before_the_first_step_comes_back_empty(tmp_path: Path, wri
 def test_weights_alone(tmp_path: Path, write: Write) -> None:
     module, optimizer = trained()
     other = a_module()
-    restore(write(tmp_path / "a.ckpt", module, optimizer), Target(other))
+    restore(place_for(write(tmp_path / "a.ckpt", module, optimizer)), Target(other))
     assert_equal_state(model_state(other), model_state(module))
 
 
@@ -150,10 +151,10 @@ def test_another_model_is_refused_and_the_names_are_told(tmp_path: Path, write: 
     bigger: Any = nn.Sequential(*a_module(), nn.Linear(2, 2))
     before = {name: value.clone() for name, value in bigger.state_dict().items() if isinstance(value, torch.Tensor)}
     with pytest.raises(MismatchedCheckpointError, match=r"another model\. Missing in it: 3\.bias, 3\.weight"):
-        restore(path, Target(bigger))
+        restore(place_for(path), Target(bigger))
     for name, value in before.items():
         assert torch.equal(bigger.state_dict()[name], value)  # untouched
-    restore(path, Target(bigger, strict=False))
+    restore(place_for(path), Target(bigger, strict=False))
     assert torch.equal(bigger[2].weight, trained()[0][2].weight)
 
 
@@ -161,7 +162,7 @@ def test_another_model_is_refused_and_the_names_are_told(tmp_path: Path, write: 
 def test_other_shapes_are_refused(tmp_path: Path, write: Write) -> None:
     path = write(tmp_path / "a.ckpt", trained()[0])
     with pytest.raises(MismatchedCheckpointError, match=r"0\.weight \(4, 3\) instead of \(5, 3\)"):
-        restore(path, Target(a_module(width=5)))
+        restore(place_for(path), Target(a_module(width=5)))
 
 
 @each_format
@@ -170,15 +171,15 @@ def test_another_optimizer_layout_is_refused(tmp_path: Path, write: Write) -> No
     module = a_module()
     one_group = torch.optim.AdamW([parameter for parameter in module.parameters() if parameter.requires_grad])
     with pytest.raises(MismatchedCheckpointError, match="does not fit optimizer 0"):
-        restore(path, Target(module, [one_group]))
+        restore(place_for(path), Target(module, [one_group]))
     with pytest.raises(MismatchedCheckpointError, match=r"optimizer 1: the checkpoint has no state for it"):
-        restore(path, Target(module, [two_groups(module), one_group]))
+        restore(place_for(path), Target(module, [two_groups(module), one_group]))
 
 
 def test_a_file_that_is_no_checkpoint_says_so(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "a.ckpt")
     with pytest.raises(MismatchedCheckpointError, match="not a Lightning checkpoint"):
-        restore(tmp_path / "a.ckpt", Target(a_module()))
+        restore(place_for(tmp_path / "a.ckpt"), Target(a_module()))
 
 
 @pytest.mark.parametrize(

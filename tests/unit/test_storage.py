@@ -18,7 +18,7 @@ def test_the_digest_is_that_of_the_data(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     digest = storage.write_durably(tmp_path / "a", memoryview(data))
     assert (tmp_path / "a").read_bytes() == data
-    assert digest == xxhash.xxh3_64_hexdigest(data) == storage.digest_of(tmp_path / "a", len(data))
+    assert digest == xxhash.xxh3_64_hexdigest(data)
 
 
 @pytest.mark.parametrize("size", [8 << 20, (8 << 20) + 1, (20 << 20) - 1])

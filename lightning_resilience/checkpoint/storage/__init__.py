@@ -7,10 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_resilience.checkpoint.storage.local import REMOVED, REPLACED, LocalStorage
-from lightning_resilience.checkpoint.storage.protocol import Entry, Place, Storage, is_url
+from lightning_resilience.checkpoint.storage.protocol import Entry, Place, Storage, hidden, is_url
 from lightning_resilience.errors import ConfigurationError
 
-__all__ = ["REMOVED", "REPLACED", "Entry", "LocalStorage", "Place", "Storage", "is_url", "place_for", "storage_for"]
+__all__ = [
+    "REMOVED",
+    "REPLACED",
+    "Entry",
+    "LocalStorage",
+    "Place",
+    "Storage",
+    "hidden",
+    "is_url",
+    "place_for",
+    "storage_for",
+]
 
 _LOCAL = ("file://", "local://")
 

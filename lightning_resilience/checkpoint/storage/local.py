@@ -5,6 +5,7 @@ Knows files, not checkpoints. Nothing here calls ``os.sync()``: only what we wro
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
 
-import xxhash
-
 from lightning_resilience.checkpoint.digest import Digest, new_digest
-from lightning_resilience.checkpoint.storage.protocol import Entry, no_tail
+from lightning_resilience.checkpoint.storage.protocol import Entry, hidden, no_progress, no_tail
 
 _CHUNK = 1 << 20  # hashed while it is in the cache, then written
 _DIRECT = 4 << 20  # written past the page cache; larger pieces were no faster
@@ -44,7 +43,7 @@ class LocalStorage:
         try:
             with os.scandir(directory) as scan:
                 found = [_entry(item) for item in scan]
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [entry for entry in found if entry is not None]
 
@@ -71,17 +70,24 @@ class LocalStorage:
                 done += count
         return done
 
-    def digest(self, path: str, size: int) -> str:
-        """In one pass through a small buffer."""
-        return digest_of(path, size)
+    def resolved(self, path: str) -> str:
+        """All links followed."""
+        return os.path.realpath(path)
 
     def make_directory(self, path: str) -> None:
         """With its parents."""
         os.makedirs(path, exist_ok=True)
 
-    def write(self, path: str, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0) -> str:
+    def write(
+        self,
+        path: str,
+        data: memoryview,
+        tail: Callable[[str], bytes] = no_tail,
+        held_back: int = 0,
+        progress: Callable[[], None] = no_progress,
+    ) -> str:
         """Past the page cache where that pays, and flushed to the device."""
-        return write_durably(path, data, tail, held_back)
+        return write_durably(path, data, tail, held_back, progress)
 
     def put(self, path: str, data: bytes) -> None:
         """Under another name first."""
@@ -100,7 +106,11 @@ class LocalStorage:
 
     def delete(self, path: str) -> None:
         """A directory loses its name before its content."""
-        delete(Path(path))
+        with contextlib.suppress(FileNotFoundError):
+            delete(Path(path))
+
+    def forget_uploads(self, path: str, before: float) -> None:
+        """There is nothing out of sight here."""
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
@@ -112,7 +122,11 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
 
 
 def write_durably(
-    path: str | Path, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0
+    path: str | Path,
+    data: memoryview,
+    tail: Callable[[str], bytes] = no_tail,
+    held_back: int = 0,
+    progress: Callable[[], None] = no_progress,
 ) -> str:
     """Write ``data`` to a new file, flush it to the device and return the digest of ``data``; see ``Storage.write``.
 
@@ -121,6 +135,7 @@ def write_durably(
         data: What to write.
         tail: Makes the last bytes of the file from the digest.
         held_back: How many bytes at the end of ``data`` the tail replaces; they are not part of the digest.
+        progress: Called after each piece.
     """
     body = data[: len(data) - held_back]
     digest = new_digest(held_back)
@@ -128,12 +143,13 @@ def write_durably(
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)  # says that somebody is still writing it
         _reserve(fd, len(data))
-        done = _write_directly(path, body, digest) if len(body) >= _WORTH_IT else 0
+        done = _write_directly(path, body, digest, progress) if len(body) >= _WORTH_IT else 0
         os.lseek(fd, done, os.SEEK_SET)
         for start in range(done, len(body), _CHUNK):
             chunk = body[start : start + _CHUNK]
             digest.update(chunk)
             _write_all(fd, chunk)
+            progress()
         _write_all(fd, memoryview(tail(digest.hexdigest())))
         os.fsync(fd)
     finally:
@@ -141,7 +157,7 @@ def write_durably(
     return digest.hexdigest()
 
 
-def _write_directly(path: str | Path, body: memoryview, digest: Digest) -> int:
+def _write_directly(path: str | Path, body: memoryview, digest: Digest, progress: Callable[[], None]) -> int:
     """Write whole pages past the page cache, and return how many bytes that were.
 
     Copying into the cache costs more processor time than everything else here, and training is what it is taken
@@ -160,23 +176,13 @@ def _write_directly(path: str | Path, body: memoryview, digest: Digest) -> int:
             for start in range(0, _DIRECT, _CHUNK):
                 digest.update(piece[start : start + _CHUNK])
             done += _DIRECT
+            progress()
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     finally:
         os.close(fd)
     return done
-
-
-def digest_of(path: str | Path, size: int) -> str:
-    """Digest (xxh3-64, hex) of the first ``size`` bytes of a file."""
-    digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(4 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while size > 0 and (count := file.readinto(buffer[: min(size, len(buffer))])):
-            digest.update(buffer[:count])
-            size -= count
-    return digest.hexdigest()
 
 
 def is_being_written(path: str | Path) -> bool:
@@ -211,7 +217,7 @@ def put_in_place(source: Path, target: Path) -> None:
     elif _exchange(source, target):
         delete(source)
     else:
-        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{REPLACED}")
+        aside = target.with_name(hidden(target.name, uuid.uuid4().hex[:8] + REPLACED))
         os.rename(target, aside)
         os.rename(source, target)
         delete(aside)
@@ -221,7 +227,7 @@ def put_in_place(source: Path, target: Path) -> None:
 def delete(path: Path) -> None:
     """Delete a file or a directory so that no half of it keeps a valid name."""
     if path.is_dir() and not path.is_symlink():
-        doomed = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex[:8]}{REMOVED}")
+        doomed = path.with_name(hidden(path.name, uuid.uuid4().hex[:8] + REMOVED))
         os.rename(path, doomed)
         shutil.rmtree(doomed)
     else:

@@ -10,12 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import xxhash
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::[A-Za-z][A-Za-z0-9+.\-]*)*://")
+
+
+_LONGEST_NAME = 180  # bytes; what is put around it must fit into the 255 that file systems allow
 
 
 def no_tail(digest: str) -> bytes:
     """Nothing follows the data."""
     return b""
+
+
+def no_progress() -> None:
+    """Nobody wants to know."""
+
+
+def hidden(name: str, mark: str) -> str:
+    """A name that is no checkpoint's, made from that of one; the same every time, and never too long."""
+    data = name.lstrip(".").encode()
+    if len(data) > _LONGEST_NAME:
+        data = data[:_LONGEST_NAME].decode(errors="ignore").encode() + b"~" + xxhash.xxh3_64_hexdigest(data).encode()
+    return f".{data.decode()}.{mark}"
 
 
 @dataclass(frozen=True)
@@ -68,15 +85,22 @@ class Storage(Protocol):
         """Fill ``buffer`` from the file's byte ``offset`` on; less than its length only where the file ends."""
         ...
 
-    def digest(self, path: str, size: int) -> str:
-        """Digest (xxh3-64, hex) of the first ``size`` bytes; of a shorter file, of all there are."""
+    def resolved(self, path: str) -> str:
+        """The same path without links, where there are links."""
         ...
 
     def make_directory(self, path: str) -> None:
         """Make it and those above it, where directories exist by themselves."""
         ...
 
-    def write(self, path: str, data: memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0) -> str:
+    def write(
+        self,
+        path: str,
+        data: memoryview,
+        tail: Callable[[str], bytes] = no_tail,
+        held_back: int = 0,
+        progress: Callable[[], None] = no_progress,
+    ) -> str:
         """Write ``data`` durably as a file, replacing what is there, and return its ``new_digest(held_back)``.
 
         Args:
@@ -84,6 +108,7 @@ class Storage(Protocol):
             data: What to write.
             tail: Makes the last bytes of the file from the digest.
             held_back: How many bytes at the end of ``data`` the tail replaces; they are not part of the digest.
+            progress: Called now and then while it goes on. What it raises ends the writing.
         """
         ...
 
@@ -100,7 +125,16 @@ class Storage(Protocol):
         ...
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a directory so that no half of it can be taken for a checkpoint."""
+        """Delete a file, or a directory so that no half of it can be taken for a checkpoint; nothing is no error."""
+        ...
+
+    def forget_uploads(self, path: str, before: float) -> None:
+        """Drop what writers that died have uploaded in part, where a storage keeps such things out of sight.
+
+        Args:
+            path: A file, or what the names of several begin with.
+            before: Only those begun earlier, in seconds since the epoch.
+        """
         ...
 
 
@@ -141,6 +175,10 @@ class Place:
         """Another name in the same directory."""
         return self.parent / name
 
+    def resolved(self) -> Place:
+        """The same place under the name that it has without links."""
+        return Place(self.storage, self.storage.resolved(self.path))
+
     def entries(self) -> list[Entry]:
         """See :meth:`Storage.entries`."""
         return self.storage.entries(self.path)
@@ -171,9 +209,15 @@ class Place:
         """See :meth:`Storage.read_into`."""
         return self.storage.read_into(self.path, offset, buffer)
 
-    def write(self, data: bytes | memoryview, tail: Callable[[str], bytes] = no_tail, held_back: int = 0) -> str:
+    def write(
+        self,
+        data: bytes | memoryview,
+        tail: Callable[[str], bytes] = no_tail,
+        held_back: int = 0,
+        progress: Callable[[], None] = no_progress,
+    ) -> str:
         """See :meth:`Storage.write`."""
-        return self.storage.write(self.path, memoryview(data), tail, held_back)
+        return self.storage.write(self.path, memoryview(data), tail, held_back, progress)
 
     def put(self, data: bytes) -> None:
         """See :meth:`Storage.put`."""
