@@ -207,3 +207,21 @@ def show_pending_saves(is_pending: Callable[[Trainer, str], bool]) -> None:
 
     file_exists.shows_pending = True  # type: ignore[attr-defined]
     ModelCheckpoint.file_exists = file_exists  # type: ignore[method-assign]
+
+
+def save_interval(callback: ModelCheckpoint) -> int:
+    """Optimizer steps between two saves of a `ModelCheckpoint`; 0 when epochs or time decide.
+
+    `ModelCheckpoint._every_n_train_steps` (1.5 on) is read at every batch and is public only as an argument.
+    """
+    return callback._every_n_train_steps
+
+
+def set_save_interval(callback: ModelCheckpoint, steps: int) -> None:
+    """The opposite of :func:`save_interval`."""
+    callback._every_n_train_steps = steps
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """The step of the newest save of a `ModelCheckpoint` (`_last_global_step_saved`, 1.5 on)."""
+    return callback._last_global_step_saved

@@ -201,6 +201,11 @@ class AsyncCheckpointIO(CheckpointIO):
         """Whether a checkpoint of this name is on its way."""
         return self._engine is not None and not self._engine.wait(self.place(path).path, timeout_s=0.0)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._engine is not None and not self._engine.wait(timeout_s=0.0)
+
     def trusts(self, weights_only: bool | None) -> bool:
         """Whether any object may be unpickled; what a call asks for wins over the plugin's argument."""
         return self.trust if weights_only is None else not weights_only
