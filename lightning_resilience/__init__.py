@@ -10,16 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_resilience.checkpoint.candidates import newest_checkpoint
+    from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest
     from lightning_resilience.checkpoint_io import AsyncCheckpointIO
+    from lightning_resilience.model_checkpoint import ResilientModelCheckpoint
     from lightning_resilience.strategy import ResilientFSDPStrategy
 
 _HOMES = {
     "AsyncCheckpointIO": "lightning_resilience.checkpoint_io",
+    "KeepEvery": "lightning_resilience.checkpoint.retention",
+    "KeepLatest": "lightning_resilience.checkpoint.retention",
     "ResilientFSDPStrategy": "lightning_resilience.strategy",
+    "ResilientModelCheckpoint": "lightning_resilience.model_checkpoint",
     "newest_checkpoint": "lightning_resilience.checkpoint.candidates",
 }
 
-__all__ = ["AsyncCheckpointIO", "ResilientFSDPStrategy", "newest_checkpoint"]
+__all__ = [
+    "AsyncCheckpointIO",
+    "KeepEvery",
+    "KeepLatest",
+    "ResilientFSDPStrategy",
+    "ResilientModelCheckpoint",
+    "newest_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,9 +19,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_resilience import _lightning
+from lightning_resilience.checkpoint.adviser import Adviser, advice_from
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import SaveReport
+from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.verify import choose
@@ -75,6 +78,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._exchange: Exchange = Alone()
         self._engine: CheckpointEngine | None = None
         self._history: list[SaveReport] = []
+        self._adviser = Adviser()
         self._in_fit = True  # as far as is known: nothing tells a plugin when training starts
         _lightning.show_pending_saves(_is_pending)
 
@@ -82,6 +86,17 @@ class AsyncCheckpointIO(CheckpointIO):
     def history(self) -> list[SaveReport]:
         """How each save of this rank went, oldest first: stall, bytes, seconds until durable, error."""
         return [*self._history, *(self._engine.history if self._engine else [])]
+
+    def advice(self, *, mean_time_between_faults: float | timedelta = ASSUMED_MTBF_S) -> IntervalAdvice | None:
+        """How often to save, from what saves have cost so far; None before the first is durable.
+
+        Args:
+            mean_time_between_faults: In seconds or as a timedelta; a day by default.
+        """
+        stalls_s = [report.stall_s for report in self.history]
+        writes_s = [report.durable_s for report in self.history if report.durable_s is not None]
+        mtbf_s = mean_time_between_faults
+        return advice_from(stalls_s, writes_s, mtbf_s.total_seconds() if isinstance(mtbf_s, timedelta) else mtbf_s)
 
     # --- what Lightning calls with DDP and single devices, on rank 0 -------------------------------------------
 
@@ -96,6 +111,7 @@ class AsyncCheckpointIO(CheckpointIO):
         trainer = _lightning.calling_trainer()
         self._in_fit = self._in_fit or (trainer is not None and trainer.training)
         self._started().save_file(target, int(checkpoint.get("global_step", 0)), checkpoint, self._options_for(target))
+        self._say_advice(int(checkpoint.get("global_step", 0)))
         self._finish_outside_fit()
 
     @override
@@ -190,6 +206,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
         target = self._place_to_save(path, storage_options).path
         self._started().save_sharded(target, step, state, files, self._options_for(target))
+        self._say_advice(step)
         self._finish_outside_fit()
 
     def wait(self, path: _PATH | None = None) -> None:
@@ -236,6 +253,11 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._engine is None:
             self._engine = CheckpointEngine(self._options, self._exchange)
         return self._engine
+
+    def _say_advice(self, step: int) -> None:
+        self._adviser.saved(step, time.monotonic())
+        if self._in_fit and self._exchange.rank == 0 and (news := self._adviser.news(self.advice())):
+            log.info("%s", news)
 
     def _finish_outside_fit(self) -> None:
         """After training nobody tears us down, and whoever saves then expects the checkpoint to be there."""

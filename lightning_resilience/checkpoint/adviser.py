@@ -67,5 +67,6 @@ def duration(seconds: float) -> str:
     """For people: 0.4 s, 12 s, 5 min, 3 h, 2 d."""
     for limit, unit_s, unit in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172_800.0, 3600.0, "h")):
         if seconds < limit:
-            return f"{seconds / unit_s:.2g} {unit}" if seconds < 10 else f"{seconds / unit_s:.0f} {unit}"
+            value = seconds / unit_s
+            return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
     return f"{seconds / 86_400.0:.0f} d"

@@ -125,3 +125,29 @@ def test_a_strategy_that_never_calls_it_is_pointed_out(
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     assert "Use ResilientFSDPStrategy for asynchronous ones" in caplog.text
     assert not (tmp_path / "old.ckpt").exists()
+
+
+def test_advice_comes_with_the_first_durable_save_and_is_logged(
+    plugin: AsyncCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_resilience")
+    assert plugin.advice() is None
+    for step in (10, 20, 30):
+        plugin.save_checkpoint({"global_step": step}, tmp_path / f"{step}.ckpt")
+        plugin.wait()
+    often, seldom = plugin.advice(mean_time_between_faults=timedelta(hours=1)), plugin.advice()
+    assert often is not None
+    assert seldom is not None
+    assert 0.0 < often.interval_s < seldom.interval_s
+    assert seldom.cost_s == pytest.approx(sorted(report.stall_s for report in plugin.history)[1])
+    plugin.teardown()
+    (line,) = [record.message for record in caplog.records if "loses least" in record.message]
+    assert "(10 steps) apart" in line
+
+
+def test_no_save_is_on_its_way_when_all_are_durable(plugin: AsyncCheckpointIO, tmp_path: Path) -> None:
+    assert not plugin.is_busy
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    plugin.wait()
+    assert not plugin.is_busy
+    plugin.teardown()

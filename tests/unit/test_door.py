@@ -11,7 +11,14 @@ import lightning_resilience
 
 
 def test_exports_exactly_the_public_names() -> None:
-    assert lightning_resilience.__all__ == ["AsyncCheckpointIO", "ResilientFSDPStrategy", "newest_checkpoint"]
+    assert lightning_resilience.__all__ == [
+        "AsyncCheckpointIO",
+        "KeepEvery",
+        "KeepLatest",
+        "ResilientFSDPStrategy",
+        "ResilientModelCheckpoint",
+        "newest_checkpoint",
+    ]
     for name in lightning_resilience.__all__:
         assert getattr(lightning_resilience, name).__name__ == name
         assert name in dir(lightning_resilience)

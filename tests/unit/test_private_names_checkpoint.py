@@ -8,10 +8,11 @@ import pickle
 from unittest import mock
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience import _torch
+from lightning_resilience import _lightning, _torch
 
 
 def test_a_dtensor_still_tells_its_chunks() -> None:
@@ -60,3 +61,13 @@ def test_pinning_asks_the_cuda_runtime() -> None:
 
 def test_tensors_are_found_in_nested_containers() -> None:
     assert len(_torch.tensors_in({"a": [torch.ones(1), 2], "b": (torch.ones(2), {"c": torch.ones(3)})})) == 3
+
+
+def test_the_interval_of_a_model_checkpoint() -> None:
+    callback = ModelCheckpoint(every_n_train_steps=7)
+    assert _lightning.save_interval(callback) == 7
+    _lightning.set_save_interval(callback, 20)
+    assert _lightning.save_interval(callback) == 20
+    assert _lightning.last_saved_step(callback) == 0
+    assert "self._every_n_train_steps" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
+    assert "self._last_global_step_saved = trainer.global_step" in inspect.getsource(ModelCheckpoint._save_checkpoint)
