@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -52,7 +52,7 @@ class ResilientModelCheckpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str] | None = None,
+        dirpath: _PATH | None = None,
         filename: str | None = None,
         *,
         every_n_train_steps: int | Literal["auto"] | None = "auto",
@@ -64,7 +64,9 @@ class ResilientModelCheckpoint(ModelCheckpoint):
         if isinstance(every_n_train_steps, str) and not self._auto:
             raise ConfigurationError(f'every_n_train_steps={every_n_train_steps!r}: "auto", a number of steps, or None')
         if self._auto and (other := {"every_n_epochs", "train_time_interval"} & options.keys()):
-            raise ConfigurationError(f"{other.pop()} also says how often to save: pass every_n_train_steps=None with it")
+            raise ConfigurationError(
+                f"{other.pop()} also says how often to save: pass every_n_train_steps=None with it"
+            )
         steps = _FIRST if isinstance(every_n_train_steps, str) else every_n_train_steps
         super().__init__(dirpath, filename, every_n_train_steps=steps, **options)
         self._pace = Pace()
@@ -153,8 +155,8 @@ class ResilientModelCheckpoint(ModelCheckpoint):
         _lightning.set_save_interval(self, agreed)
         if advice is not None:
             log.info(
-                "checkpoints every %d steps from now on, every %d until now: a save costs %.3g s and takes %.3g s, a step"
-                " takes %.3g s, faults are taken to come every %s",
+                "checkpoints every %d steps from now on, every %d until now: a save costs %.3g s and takes %.3g s, a"
+                " step takes %.3g s, faults are taken to come every %s",
                 *(agreed, before, advice.cost_s, advice.write_s, self._pace.step_s(), duration(advice.mtbf_s)),
             )
 

@@ -102,7 +102,7 @@ def round_steps(steps: float) -> int:
     """The nearest of 1, 2, 5, 10, 20, 50, ... by ratio: nice names, and a loss of a few percent of a small loss."""
     if steps <= 1:
         return 1
-    power = 10 ** int(math.log10(steps))
+    power: int = 10 ** int(math.log10(steps))
     choices = [factor * power for factor in (*_SERIES, 10)]
     return min(choices, key=lambda choice: abs(math.log(choice / steps)))
 

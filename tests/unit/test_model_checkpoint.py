@@ -1,8 +1,7 @@
-"""The callback that finds out how often to save: the same on all ranks, kept over a resume, a `ModelCheckpoint` else."""
+"""The callback that finds out how often to save: alike on all ranks, kept over a resume, else a `ModelCheckpoint`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -45,7 +44,7 @@ def fit(folder: Path, callback: ModelCheckpoint, steps: int, resume: str | None 
         default_root_dir=folder,
         **options,
     )
-    data = DataLoader(torch.randn(200, 32))  # type: ignore[arg-type]  # a tensor is a data set
+    data: Any = DataLoader(RandomDataset(32, 200))
     trainer.fit(BoringModel(), data, ckpt_path=resume, weights_only=False)
     return trainer
 
@@ -118,11 +117,9 @@ def test_the_key_of_the_state_does_not_change_with_the_interval(tmp_path: Path) 
     assert ResilientModelCheckpoint(tmp_path, monitor="loss").state_key != before
 
 
-@pytest.fixture(params=[{"every_n_train_steps": "often"}, {"every_n_epochs": 1}, {"train_time_interval": timedelta(1)}])
-def wrong(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    yield request.param
-
-
+@pytest.mark.parametrize(
+    "wrong", [{"every_n_train_steps": "often"}, {"every_n_epochs": 1}, {"train_time_interval": timedelta(1)}]
+)
 def test_two_ways_to_say_how_often_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="every_n_train_steps"):
         ResilientModelCheckpoint(tmp_path, **wrong)

@@ -99,5 +99,5 @@ def test_only_a_list_of_policies_is_taken() -> None:
 
 
 def test_policies_travel_as_plain_values() -> None:
-    policies = [KeepLatest(3), KeepEvery(1000)]
+    policies: list[KeepLatest | KeepEvery] = [KeepLatest(3), KeepEvery(1000)]
     assert decode_policies(json.loads(json.dumps(encode_policies(policies)))) == policies
