@@ -32,6 +32,7 @@ from lightning_resilience.errors import ConfigurationError, MismatchedCheckpoint
 log = logging.getLogger(__name__)
 
 _PATIENCE_ON_ERROR_S = 30.0
+_MEASURED = 3  # saves before advice is given unasked: the first is not like the others
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -256,8 +257,10 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def _say_advice(self, step: int) -> None:
         self._adviser.saved(step, time.monotonic())
-        if self._in_fit and self._exchange.rank == 0 and (news := self._adviser.news(self.advice())):
-            log.info("%s", news)
+        measured = sum(report.durable_s is not None for report in self.history)
+        if self._in_fit and self._exchange.rank == 0 and measured >= _MEASURED:
+            if news := self._adviser.news(self.advice()):
+                log.info("%s", news)
 
     def _finish_outside_fit(self) -> None:
         """After training nobody tears us down, and whoever saves then expects the checkpoint to be there."""

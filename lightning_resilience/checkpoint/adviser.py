@@ -55,8 +55,8 @@ class Adviser:
         step_s = typical([gap / count for count, gap in self._pace])
         at_present = lost_share(seconds, advice.cost_s, advice.write_s, advice.mtbf_s)
         return (
-            f"a save costs training {advice.cost_s:.3g} s and is durable after {advice.write_s:.3g} s: with a fault every"
-            f" {duration(advice.mtbf_s)} a save every {duration(advice.interval_s)} (about"
+            f"a save costs training {advice.cost_s:.3g} s and is durable after {advice.write_s:.3g} s: with a fault"
+            f" every {duration(advice.mtbf_s)} a save every {duration(advice.interval_s)} (about"
             f" {round_steps(advice.interval_s / step_s):,} steps) loses least, {advice.lost:.2%} of the time; the last"
             f" two are {duration(seconds)} ({steps:,} steps) apart, which loses {at_present:.2%}."
             ' ResilientModelCheckpoint(every_n_train_steps="auto") follows this by itself'

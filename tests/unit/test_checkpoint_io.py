@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,14 +133,15 @@ def test_advice_comes_with_the_first_durable_save_and_is_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_resilience")
     assert plugin.advice() is None
-    for step in (10, 20, 30):
+    for step in (10, 20, 30, 40):
+        assert "loses least" not in caplog.text
         plugin.save_checkpoint({"global_step": step}, tmp_path / f"{step}.ckpt")
         plugin.wait()
     often, seldom = plugin.advice(mean_time_between_faults=timedelta(hours=1)), plugin.advice()
     assert often is not None
     assert seldom is not None
     assert 0.0 < often.interval_s < seldom.interval_s
-    assert seldom.cost_s == pytest.approx(sorted(report.stall_s for report in plugin.history)[1])
+    assert seldom.cost_s == statistics.median(report.stall_s for report in plugin.history)
     plugin.teardown()
     (line,) = [record.message for record in caplog.records if "loses least" in record.message]
     assert "(10 steps) apart" in line
