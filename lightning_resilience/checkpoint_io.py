@@ -73,7 +73,9 @@ class AsyncCheckpointIO(CheckpointIO):
         super().__init__()
         self._storage_options = plain_options(storage_options)
         self._options_of: dict[str, Mapping[str, Any]] = {}  # by path, of saves that brought their own
-        self._options = EngineOptions(shm_dir=shm_dir, slots=_at_least_one(slots), deadline_s=_seconds(timeout))
+        self._options = EngineOptions(
+            shm_dir=shm_dir, slots=_at_least_one(slots), deadline_s=_seconds(timeout), on_busy="wait"
+        )
         self.fall_back = _falls_back(on_damage)
         self.trust = trust
         self._exchange: Exchange = Alone()
@@ -111,8 +113,9 @@ class AsyncCheckpointIO(CheckpointIO):
         target = self._place_to_save(path, storage_options).path
         trainer = _lightning.calling_trainer()
         self._in_fit = self._in_fit or (trainer is not None and trainer.training)
-        self._started().save_file(target, int(checkpoint.get("global_step", 0)), checkpoint, self._options_for(target))
-        self._say_advice(int(checkpoint.get("global_step", 0)))
+        step = int(checkpoint.get("global_step", 0))
+        self._started().save_file(target, step, checkpoint, storage_options=self._options_for(target))
+        self._say_advice(step)
         self._finish_outside_fit()
 
     @override
@@ -206,7 +209,7 @@ class AsyncCheckpointIO(CheckpointIO):
     ) -> None:
         """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
         target = self._place_to_save(path, storage_options).path
-        self._started().save_sharded(target, step, state, files, self._options_for(target))
+        self._started().save_sharded(target, step, state, files, storage_options=self._options_for(target))
         self._say_advice(step)
         self._finish_outside_fit()
 

@@ -3,19 +3,21 @@
 Has never heard of Lightning. Its methods are called by the training thread; with several ranks, every rank
 calls them in the same order. The flow of a save:
 
-1. the ranks agree on path and attempt, and whether everybody knows the layout (one small collective);
+1. the ranks agree on path and attempt, whether everybody knows the layout, and what happens when storage is behind
+   (one small collective);
 2. the first time: layouts are planned and told to rank 0 (one more);
-3. a slot of the arena is taken, when both are being written the older one is waited for;
+3. a slot of the arena is taken; when none is free a waiting save gives way, or the new one, or training waits;
 4. the state is copied into it - from here on training may change every tensor;
 5. the writer process is told, and does the rest.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
 import logging
+import os
 import time
-import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,20 +26,25 @@ import torch
 
 from lightning_resilience._torch import tensors_in
 from lightning_resilience.checkpoint import staging
+from lightning_resilience.checkpoint.admission import Admission, Wish, admit
 from lightning_resilience.checkpoint.attempts import folder_of
+from lightning_resilience.checkpoint.backpressure import Action, OnBusy
 from lightning_resilience.checkpoint.envelope import without_crc
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
-from lightning_resilience.checkpoint.history import History, SaveReport
+from lightning_resilience.checkpoint.history import History, SaveReport, Verdict
 from lightning_resilience.checkpoint.layout import Leaf, flatten, signature
-from lightning_resilience.checkpoint.messages import FileImage, Remove, Save
-from lightning_resilience.checkpoint.plans import Plan, Plans
+from lightning_resilience.checkpoint.messages import Done, FileImage, Link, Remove, Save
+from lightning_resilience.checkpoint.plans import Plans
 from lightning_resilience.checkpoint.slots import SLACK, Slots
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.values import archived
-from lightning_resilience.checkpoint.writer import WriterClient
+from lightning_resilience.checkpoint.writer import WriterClient, nobody
 from lightning_resilience.errors import SaveError, WriterError
+from lightning_resilience.events import Event
 
 log = logging.getLogger(__name__)
+
+_PATIENCE_AT_EXIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,31 @@ class EngineOptions:
     Attributes:
         shm_dir: Directory on a memory file system for the arena.
         slots: States that can be staged or being written at a time; each costs a shard's size of host memory.
-        deadline_s: Seconds after which a save that is not durable counts as failed.
+        deadline_s: Seconds, from when its turn came, after which a save that is not durable counts as failed.
+        on_busy: What happens to a save when every slot is taken; see ``backpressure``.
+        max_consecutive_failures: So many failed saves in a row are an error; None for never.
     """
 
     shm_dir: str = "/dev/shm"
     slots: int = 2
     deadline_s: float = 1800.0
+    on_busy: OnBusy = "latest"
+    max_consecutive_failures: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A save that is on its way through this rank's training thread."""
+
+    path: str
+    step: int
+    tag: int
+    required: bool
+    began: float
+    attempt: str
+    world_size: int
+    storage_options: Mapping[str, Any] | None
+    waited_s: float
 
 
 class CheckpointEngine:
@@ -61,23 +87,31 @@ class CheckpointEngine:
     Args:
         options: How to stage and write.
         exchange: How ranks agree; alone by default.
-        writer: Tests pass their own.
+        writer: Makes the client of the writer process from ``emit``; tests pass their own.
+        emit: Told what happens, on the training thread or on one that must not be held up.
     """
 
     def __init__(
         self,
         options: EngineOptions,
         exchange: Exchange | None = None,
-        writer: Callable[[], WriterClient] = WriterClient,
+        writer: Callable[[Callable[[Event], None]], WriterClient] = lambda emit: WriterClient(emit=emit),
+        emit: Callable[[Event], None] = nobody,
     ) -> None:
         self._options = options
         self._exchange = exchange or Alone()
-        self._writer = writer()
-        rank = self._exchange.rank
-        self._slots = Slots(options.shm_dir, options.slots, options.deadline_s, f"rank{rank}", self._writer)
+        self._writer = writer(emit)
+        rank, patience_s = self._exchange.rank, 1.2 * options.deadline_s + 5.0  # missing a deadline ends a save
+        self._slots = Slots(options.shm_dir, options.slots, patience_s, f"rank{rank}", self._writer)
         self._plans = Plans(self._exchange)
-        self._history = History(logging.INFO if rank == 0 else logging.DEBUG)
+        self._history = History(logging.INFO if rank == 0 else logging.DEBUG, emit)
+        self._verdicts: list[Verdict] = []
+        self._failures = 0
+        self._put_off: deque[tuple[str, Mapping[str, Any] | None]] = deque()
+        self._last_save = 0
         self._next_id = 0
+        self._pid = os.getpid()
+        atexit.register(self._close_at_exit)
 
     @property
     def history(self) -> list[SaveReport]:
@@ -88,6 +122,15 @@ class CheckpointEngine:
     def writer_pid(self) -> int:
         """Process id of the writer."""
         return self._writer.pid
+
+    def take_verdicts(self) -> list[Verdict]:
+        """What became of saves, as all ranks know it since the last call."""
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def take_news(self) -> list[Verdict]:
+        """What became of saves that other ranks were not told yet; only rank 0 knows of commits."""
+        return self._history.take_news()
 
     def reserve(self, nbytes: int) -> None:
         """Get the arena ready for states of this size; returns at once, the memory is touched meanwhile.
@@ -100,12 +143,13 @@ class CheckpointEngine:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do beforehand what the first save of such a state would have to: plan it, and lay out the slots."""
         leaves = flatten(state)
-        plan = self._agree("", leaves)[2]
+        key = signature(leaves)
+        known = self._exchange.all_gather(b"known" if key in self._plans else b"")
+        plan = self._plans.get(key, leaves, known=all(known))
         _, others = staging.leaves_by_kind(leaves)
         values = self._values(others)
         self._slots.take(staging.needed_bytes(plan.shard, values, plan.metadata(others, values)))
-        for slot in self._slots:
-            self._slots.wait_written(slot)
+        for slot in self._slots.free():
             slot.prepare(plan.shard)
 
     def save_sharded(
@@ -114,9 +158,12 @@ class CheckpointEngine:
         step: int,
         state: Mapping[str, Any],
         files: Mapping[str, bytes],
+        *,
         storage_options: Mapping[str, Any] | None = None,
+        required: bool = False,
+        tag: int = 0,
     ) -> None:
-        """Take the state as it is now; it is durable later.
+        """Take the state as it is now, unless storage is behind; it is durable later.
 
         Args:
             path: The checkpoint directory; rank 0's counts.
@@ -124,45 +171,108 @@ class CheckpointEngine:
             state: Nested dictionaries of tensors, ``DTensor`` and values that torch can save.
             files: Small files of this rank that go beside them, by name.
             storage_options: For the file system of a URL.
+            required: Never skip it, and never replace it by a newer one; rank 0's counts.
+            tag: What the caller calls it, for :meth:`take_verdicts`.
 
         Raises:
-            SaveError: It cannot be taken. The state is unharmed and nothing that was saved before is lost.
+            SaveError: It cannot be taken, or too many before it have failed. The state is unharmed and nothing that
+                was saved before is lost.
         """
         began = time.monotonic()
         leaves = flatten(state)
-        path, attempt, plan = self._agree(path, leaves)
+        key = signature(leaves)
+        admission = self._admit(Wish(path, step, required, key in self._plans), self._exchange, began, tag)
+        plan = self._plans.get(key, leaves, known=admission.known)
+        if admission.skipped:
+            return
         tensors, others = staging.leaves_by_kind(leaves)
         values = self._values(others)
-        files = {**files, **plan.metadata(others, values, folder_of(path, attempt))}
-        slot = self._slots.take(staging.needed_bytes(plan.shard, values, files))
+        files = {**files, **plan.metadata(others, values, folder_of(admission.path, admission.attempt))}
+        slot, waited_s = self._take_slot(staging.needed_bytes(plan.shard, values, files), admission)
         shard = staging.stage_shard(slot, plan.shard, tensors, values)
         end = shard.offset - slot.offset + shard.size
         images = [shard, *staging.stage_files(slot, end, files)]
-        self._submit(slot, path, step, attempt, images, began, storage_options)
+        call = _Call(
+            path=admission.path,
+            step=step,
+            tag=tag,
+            required=required,
+            began=began,
+            attempt=admission.attempt,
+            world_size=self._exchange.world_size,
+            storage_options=storage_options,
+            waited_s=waited_s,
+        )
+        self._submit(slot, call, images)
 
     def save_file(
-        self, path: str, step: int, content: object, storage_options: Mapping[str, Any] | None = None
+        self,
+        path: str,
+        step: int,
+        content: object,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        required: bool = False,
+        tag: int = 0,
     ) -> None:
         """Take ``content`` as it is now, as one file that ``torch.load`` reads; called on one rank only.
 
+        Args:
+            path: The file.
+            step: Optimizer steps done.
+            content: What to save.
+            storage_options: For the file system of a URL.
+            required: Never skip it, and never replace it by a newer one.
+            tag: What the caller calls it, for :meth:`take_verdicts`.
+
         Raises:
-            SaveError: It cannot be taken.
+            SaveError: It cannot be taken, or too many before it have failed.
         """
         began = time.monotonic()
-        slot, file = self._stage_file(content, _content_bytes(content) + SLACK)
+        admission = self._admit(Wish(path, step, required, True), Alone(), began, tag)
+        if admission.skipped:
+            return
+        slot, file, waited_s = self._stage_file(content, _content_bytes(content) + SLACK, admission)
         if not file.fits:  # something big that is not a tensor
-            slot, file = self._stage_file(content, file.size)
-        image = FileImage("", slot.offset, file.size)
-        self._submit(slot, path, step, _new_attempt(), [image], began, storage_options, world_size=1)
+            slot, file, _ = self._stage_file(content, file.size, admission)
+        call = _Call(
+            path=path,
+            step=step,
+            tag=tag,
+            required=required,
+            began=began,
+            attempt=admission.attempt,
+            world_size=1,
+            storage_options=storage_options,
+            waited_s=waited_s,
+        )
+        self._submit(slot, call, [FileImage("", slot.offset, file.size)])
 
-    def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Delete a checkpoint after everything asked for before is committed; called on rank 0 only."""
+    def remove(self, path: str, storage_options: Mapping[str, Any] | None = None, *, persist: bool = True) -> None:
+        """Delete a checkpoint after the newest save is committed; called on rank 0 only.
 
-        def report(error: str) -> None:
-            if error:
-                log.warning("the checkpoint %s could not be deleted: %s", path, error)
+        Args:
+            path: The checkpoint.
+            storage_options: For the file system of a URL.
+            persist: If that save is not committed, delete it after the next one that is.
+        """
 
-        self._writer.submit(Remove(self._new_id(), path, storage_options), report)
+        def report(done: Done) -> None:
+            if done.error:
+                log.warning("the checkpoint %s could not be deleted: %s", path, done.error)
+            elif done.void and persist:
+                self._put_off.append((path, storage_options))
+
+        self._writer.submit(Remove(self._new_id(), path, self._last_save, storage_options), report)
+
+    def link(self, path: str, link: str) -> None:
+        """Make ``link`` another name of the checkpoint at ``path``, which was saved last, when it is committed."""
+
+        def report(done: Done) -> None:
+            if done.error:
+                log.warning("%s could not be linked to %s: %s", link, path, done.error)
+
+        self._writer.submit(Link(self._new_id(), path, link, self._last_save), report)
 
     def wait(self, path: str | None = None, timeout_s: float | None = None) -> bool:
         """Wait until all saves (or those to ``path``) are durable or failed; False when time ran out."""
@@ -178,6 +288,7 @@ class CheckpointEngine:
         Raises:
             SaveError: The last save failed, or what is pending did not become durable in time.
         """
+        atexit.unregister(self._close_at_exit)
         patience_s = self._options.deadline_s if patience_s is None else patience_s
         finished = False
         try:
@@ -189,65 +300,91 @@ class CheckpointEngine:
                 f"a checkpoint was still not durable after {patience_s:.0f} s; its writer process goes on. Look at the"
                 " storage's speed, or raise AsyncCheckpointIO(timeout=...)."
             )
-        if (history := self.history) and history[-1].error:
-            raise SaveError(f"the last checkpoint, {history[-1].path}, was not saved: {history[-1].error}")
+        ended = [report for report in self.history if report.outcome in ("saved", "failed")]
+        if ended and ended[-1].error:
+            raise SaveError(f"the last checkpoint, {ended[-1].path}, was not saved: {ended[-1].error}")
 
-    def _stage_file(self, content: object, nbytes: int) -> tuple[Slot, staging.SlotFile]:
-        slot = self._slots.take(nbytes)
+    def _close_at_exit(self) -> None:
+        """The interpreter ends and nobody has closed us: in a container what is pending would be killed with it."""
+        if os.getpid() != self._pid:  # a forked child
+            return
+        try:
+            self.close(_PATIENCE_AT_EXIT_S)
+        except SaveError as error:
+            log.error("%s", error)
+
+    def _admit(self, wish: Wish, exchange: Exchange, began: float, tag: int) -> Admission:
+        options = self._options
+        admission = admit(wish, exchange, self._writer, self._history, options.on_busy, options.slots)
+        self._verdicts += admission.news
+        self._count_failures(admission.news)
+        if admission.skipped:
+            report = SaveReport(admission.path, wish.step, stall_s=time.monotonic() - began, tag=tag)
+            self._verdicts.append(self._history.skipped(self._new_id(), report, "storage is behind"))
+        return admission
+
+    def _count_failures(self, news: Sequence[Verdict]) -> None:
+        for verdict in news:
+            if verdict.outcome == "failed":
+                self._failures += 1
+            elif verdict.outcome == "saved":
+                self._failures = 0
+            limit = self._options.max_consecutive_failures
+            if limit is not None and self._failures >= limit:
+                raise SaveError(
+                    f"{self._failures} checkpoints in a row were not saved, the last of them because: {verdict.error}."
+                    " Training stops, as a fault would now cost more and more of it. Repair the storage, or raise"
+                    " AsyncCheckpointIO(max_consecutive_failures=...)."
+                )
+
+    def _stage_file(self, content: object, nbytes: int, admission: Admission) -> tuple[Slot, staging.SlotFile, float]:
+        slot, waited_s = self._take_slot(nbytes, admission)
         file = staging.SlotFile(slot)
         with without_crc():
             torch.save(content, file)  # type: ignore[arg-type]  # write is all it needs
-        return slot, file
+        return slot, file, waited_s
 
-    def _agree(self, path: str, leaves: Sequence[Leaf]) -> tuple[str, str, Plan]:
-        key = signature(leaves)
-        mine = json.dumps({"path": path, "attempt": _new_attempt(), "known": key in self._plans})
-        answers = [json.loads(answer) for answer in self._exchange.all_gather(mine.encode())]
-        plan = self._plans.get(key, leaves, known=all(answer["known"] for answer in answers))
-        return answers[0]["path"], answers[0]["attempt"], plan
+    def _take_slot(self, nbytes: int, admission: Admission) -> tuple[Slot, float]:
+        """A free slot, and the seconds that training had to wait until there was one."""
+        began = time.monotonic()
+        slot = self._slots.take(nbytes)
+        return slot, time.monotonic() - began if admission.decision.action is Action.WAIT else 0.0
 
     def _values(self, others: Sequence[Leaf]) -> list[bytes]:
         """What is not a tensor is rank 0's, all of it."""
         return [archived(leaf.value) for leaf in others] if self._exchange.rank == 0 else []
 
-    def _submit(
-        self,
-        slot: Slot,
-        path: str,
-        step: int,
-        attempt: str,
-        images: Sequence[FileImage],
-        began: float,
-        storage_options: Mapping[str, Any] | None,
-        world_size: int | None = None,
-    ) -> None:
+    def _submit(self, slot: Slot, call: _Call, images: Sequence[FileImage]) -> None:
         save = Save(
             id=self._new_id(),
-            path=path,
-            attempt=attempt,
-            step=step,
+            path=call.path,
+            attempt=call.attempt,
+            step=call.step,
             rank=self._exchange.rank,
-            world_size=world_size or self._exchange.world_size,
+            world_size=call.world_size,
             files=tuple(images),
             deadline_s=self._options.deadline_s,
-            storage_options=storage_options,
+            required=call.required,
+            storage_options=call.storage_options,
         )
-        slot.request_id = save.id
+        slot.request_id = self._last_save = save.id
         staged = sum(image.size for image in images)
-        self._history.staged(save.id, SaveReport(path, step, staged, time.monotonic() - began))
+        stall_s = time.monotonic() - call.began
+        report = SaveReport(call.path, call.step, staged, stall_s, call.waited_s, tag=call.tag)
+        self._history.staged(save.id, report)
         try:
-            self._writer.submit(save, lambda error: self._history.finished(save.id, began, error))
+            self._writer.submit(save, lambda done: self._history.finished(save.id, call.began, done.error))
         except WriterError as error:
-            self._history.finished(save.id, began, str(error))
+            self._history.finished(save.id, call.began, str(error))
             raise
+        for _ in range(len(self._put_off)):
+            path, storage_options = self._put_off.popleft()
+            if path != call.path:  # saved anew meanwhile
+                self.remove(path, storage_options)
 
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-
-def _new_attempt() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 def _content_bytes(content: object) -> int:

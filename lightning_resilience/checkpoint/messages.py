@@ -66,6 +66,8 @@ class Save(Message):
         deadline_s: Seconds after which the save counts as failed.
         staged: Whether the images still lie in the arena. False when an earlier writer had answered
             :class:`Written`: by now their place may hold another state, and only the commit is left to do.
+        required: Somebody asked for just this one: it is never replaced by a newer one.
+        abandoned: Why it has failed, when an earlier writer hung in it; what that has left is to be cleaned up.
         storage_options: For the file system of a path that is a URL. May hold credentials: never shown.
     """
 
@@ -79,17 +81,64 @@ class Save(Message):
     files: tuple[FileImage, ...]
     deadline_s: float
     staged: bool = True
+    required: bool = False
+    abandoned: str = ""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
+class Begin(Message):
+    """To the writer: it is the turn of this save, and it will not be dropped any more.
+
+    Until then the writer lets it wait; when the rank is gone it begins by itself what waits.
+    """
+
+    kind: ClassVar[str] = "begin"
+    id: int
+
+
+@dataclass(frozen=True)
+class Drop(Message):
+    """To the writer: forget a save that has not begun, and all that should have come after it."""
+
+    kind: ClassVar[str] = "drop"
+    id: int
+
+
+@dataclass(frozen=True)
 class Remove(Message):
-    """To the writer: delete the checkpoint at ``path`` once everything asked for before is committed."""
+    """To the writer: delete the checkpoint at ``path`` once a newer one is committed.
+
+    Attributes:
+        id: Number of the request.
+        path: What to delete.
+        after: The save that must be committed before; 0 for none. If that one fails nothing is deleted.
+        storage_options: For the file system of a path that is a URL. May hold credentials: never shown.
+    """
 
     kind: ClassVar[str] = "remove"
     id: int
     path: str
+    after: int = 0
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Link(Message):
+    """To the writer: make ``link`` another name for the checkpoint at ``path`` once that is committed.
+
+    Attributes:
+        id: Number of the request.
+        path: What the link shall name, in the same file system.
+        link: The link; what has that name is replaced.
+        after: The save that must be committed before; 0 for none. If that one fails the link stays as it is.
+    """
+
+    kind: ClassVar[str] = "link"
+    id: int
+    path: str
+    link: str
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,14 +163,19 @@ class Done(Message):
     Attributes:
         id: The request.
         error: Why it failed, in words for the user; empty when it succeeded.
+        void: It was not done because the save it should have come after failed.
     """
 
     kind: ClassVar[str] = "done"
     id: int
     error: str = ""
+    void: bool = False
 
 
-_KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in (Attach, Save, Remove, Stop, Written, Done)}
+Request = Save | Remove | Link
+
+_ALL = (Attach, Save, Begin, Drop, Remove, Link, Stop, Written, Done)
+_KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in _ALL}
 
 
 def encode(message: Message) -> bytes:

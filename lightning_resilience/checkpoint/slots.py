@@ -6,7 +6,7 @@ Used by the training thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -27,7 +27,7 @@ class Slots:
     Args:
         directory: On a memory file system.
         count: How many states can be staged or being written at a time.
-        patience_s: How long to wait for the writer to be done with a slot.
+        patience_s: How long to wait for a free slot: longer than any save may take.
         label: Goes into the arena's name.
         writer: Who reads them.
     """
@@ -54,8 +54,7 @@ class Slots:
         """
         if self._arena is not None and self._arena.slot_bytes >= nbytes:
             return
-        for slot in self._slots:
-            self.wait_written(slot)
+        self._wait(all)
         self.close()
         arena = Arena(self._directory, nbytes + SLACK, self._count, self._label)
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
@@ -65,27 +64,28 @@ class Slots:
         self._writer.attach(arena.path)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot that nobody reads, of at least this size; the one used longest ago.
+        """A slot that nobody reads, of at least this size; of several the one used longest ago.
 
         Raises:
             ArenaError: There is not enough shared memory.
-            WriterError: The writer has not been done with it in time.
+            WriterError: The writer has not been done with any in time.
         """
         self.reserve(nbytes)
-        slot = min(self._slots, key=lambda slot: -1 if slot.request_id is None else slot.request_id)
-        self.wait_written(slot)
+        self._wait(any)
+        slot = min(self.free(), key=lambda slot: slot.request_id or -1)
         assert self._arena is not None
         self._arena.ready()
         self._pin()
         return slot
 
-    def wait_written(self, slot: Slot) -> None:
-        """Wait until the writer no longer reads it.
+    def free(self) -> list[Slot]:
+        """Those that the writer does not read."""
+        return [slot for slot in self._slots if slot.request_id is None or self._writer.is_written(slot.request_id)]
 
-        Raises:
-            WriterError: That took too long.
-        """
-        if slot.request_id is not None and not self._writer.wait_written(slot.request_id, self._patience_s):
+    def _wait(self, how_many: Callable[[Iterable[bool]], bool]) -> None:
+        """Wait until ``any`` or ``all`` slots are free."""
+        ids = [slot.request_id for slot in self._slots]
+        if ids and not self._writer.wait_written(ids, how_many, self._patience_s):
             raise WriterError(
                 f"the writer process {self._writer.pid} has not written an earlier checkpoint in"
                 f" {self._patience_s:.0f} s, so there is no room for another. Look at the storage, or raise"

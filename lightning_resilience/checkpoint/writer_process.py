@@ -7,11 +7,9 @@ no device context. It lives as long as its rank, and when the rank dies it finis
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
-import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -26,93 +24,33 @@ from lightning_resilience.checkpoint.messages import (
     Attach,
     Done,
     FileImage,
+    Link,
     Message,
     Remove,
     Save,
     Stop,
     Written,
-    decode,
-    encode,
 )
 from lightning_resilience.checkpoint.storage import Place, place_for
+from lightning_resilience.checkpoint.storage.local import link
+from lightning_resilience.checkpoint.writer_link import Arena, Connection, leave_when_stuck, say
+from lightning_resilience.checkpoint.writer_queue import WriterQueue
 from lightning_resilience.errors import SaveError
 
 _NICENESS = 10  # training has the processor first
 _POLL_S = 0.02
 
 
-class Link:
-    """The rank at the other end of the socket.
-
-    Args:
-        connection: The socket.
-        rank: A pidfd of the rank. Its death is watched for itself: processes that the rank has forked (data
-            loader workers) hold its end of the socket open for a while.
-    """
-
-    def __init__(self, connection: socket.socket, rank: int) -> None:
-        self._connection = connection
-        self._buffer = b""
-        self._poll = select.poll()  # not select(): descriptors keep the numbers they had in a rank with thousands
-        for source in (connection.fileno(), rank):
-            self._poll.register(source, select.POLLIN)
-        self.closed = False
-
-    def receive(self, timeout_s: float | None) -> list[Message]:
-        """Messages that have arrived; waits up to ``timeout_s`` seconds for the first (None: for ever)."""
-        if self.closed:
-            time.sleep(timeout_s or 0.0)
-            return []
-        ready = {source for source, _ in self._poll.poll(None if timeout_s is None else 1000 * timeout_s)}
-        if not ready:
-            return []
-        if self._connection.fileno() not in ready:
-            self.closed = True
-            return []
-        try:
-            data = self._connection.recv(1 << 16)
-        except ConnectionResetError:  # it died with an answer of ours unread
-            data = b""
-        self.closed = not data
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [decode(line) for line in lines]
-
-    def send(self, message: Message) -> None:
-        """Tell the rank; a rank that is gone does not need to know."""
-        try:
-            self._connection.sendall(encode(message))
-        except OSError:
-            self.closed = True
-
-
-class Arena:
-    """The rank's arena, mapped for reading; the lock on it says that somebody still needs the file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-        self._map = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)
-        self.memory = memoryview(self._map)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self.memory.release()
-        self._map.close()
-        os.close(self._fd)
-
-
 class Writer:
     """Takes requests in order. Its whole state is what is queued and what waits for other ranks."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._queue: deque[Message] = deque()
-        self._in_order: deque[Commit | Remove] = deque()
+    def __init__(self, rank: Connection) -> None:
+        self._rank = rank
+        self._queue = WriterQueue()
+        self._commits: deque[Commit] = deque()
+        self._writing: Save | None = None
         self._arena: Arena | None = None
         self._stopping = False
-        self._last_save_failed = False
-        self._postponed: list[Remove] = []
         self._run_started = 0.0
         self._swept: set[str] = set()
         self._clock = CommitClock()
@@ -120,34 +58,47 @@ class Writer:
     def run(self) -> None:
         """Serve until told to stop, or until the rank is gone, and nothing is left to do."""
         while not self._finished:
-            self._queue.extend(self._link.receive(self._patience_s()))
-            if self._queue:
-                self._handle(self._queue.popleft())
-            self._work_in_order()
+            for message in self._rank.receive(self._patience_s()):
+                self._handle(message)
+            if (save := self._queue.next_save(alone=self._rank.closed)) is not None:
+                self._save(save)
+            self._commit_in_order()
+            for request, committed in self._queue.take_ready():
+                self._follow(request, committed)
         if self._arena is not None:
             self._arena.close()
-            if self._link.closed:
+            if self._rank.closed:
                 Path(self._arena.path).unlink(missing_ok=True)  # its owner died and cannot do it
 
     @property
+    def arena(self) -> str | None:
+        """Path of the rank's arena."""
+        return None if self._arena is None else self._arena.path
+
+    @property
+    def doing(self) -> str:
+        """The save that is being written, in words."""
+        return "" if self._writing is None else f"; NOT saved: {self._writing.path} (step {self._writing.step})"
+
+    @property
     def _finished(self) -> bool:
-        return (self._stopping or self._link.closed) and not self._queue and not self._in_order
+        return (self._stopping or self._rank.closed) and not self._queue
 
     def _patience_s(self) -> float | None:
-        if self._queue:
+        if self._queue.has_turn or (self._rank.closed and not self._commits):
             return 0.0
-        return _POLL_S if self._in_order else None
+        return _POLL_S if self._commits else None
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Attach):
             self._attach(message.arena)
             self._run_started = message.run_started
-        elif isinstance(message, Save):
-            self._save(message)
-        elif isinstance(message, Remove):
-            self._in_order.append(message)
         elif isinstance(message, Stop):
             self._stopping = True
+        elif isinstance(message, Save) and message.abandoned:
+            self._clean_up(message)
+        else:
+            self._queue.take(message)
 
     def _attach(self, path: str) -> None:
         if self._arena is not None:
@@ -155,6 +106,7 @@ class Writer:
         self._arena = Arena(path)
 
     def _save(self, request: Save) -> None:
+        self._writing, began = request, time.monotonic()
         one_file = request.files[0].name == ""
         attempt = attempt_of(request)
         try:
@@ -163,11 +115,11 @@ class Writer:
         except OSError as error:
             self._finish(request, explain(error))
             return
-        self._link.send(Written(request.id))
+        self._rank.send(Written(request.id))
         if one_file or request.rank != 0:
             self._finish(request, "")
         else:
-            self._in_order.append(Commit(request, self._clock, time.monotonic()))
+            self._commits.append(Commit(request, self._clock, began))
 
     def _write_file(self, request: Save, attempt: Attempt) -> None:
         """A checkpoint that is one file, with a seal at its end; appears whole."""
@@ -210,20 +162,24 @@ class Writer:
             sweep(directory, time.time(), self._run_started)
             self._swept.add(str(directory))
 
-    def _work_in_order(self) -> None:
-        """Commits and removals happen in the order they were asked for."""
-        while self._in_order:
-            head = self._in_order[0]
-            if isinstance(head, Remove):
-                self._remove(head)
-            elif not self._commit(head):
-                return
-            self._in_order.popleft()
+    def _clean_up(self, request: Save) -> None:
+        """An earlier writer hung in this save and was killed."""
+        attempt = attempt_of(request)
+        if request.rank != 0:
+            attempt.report_failure(request.rank, [image.name for image in request.files], request.abandoned)
+            return
+        with contextlib.suppress(OSError):  # what is left is swept by the next start
+            attempt.abandon()
+
+    def _commit_in_order(self) -> None:
+        """Commits happen in the order in which the saves were asked for."""
+        while self._commits and self._commit(self._commits[0]):
+            self._commits.popleft()
 
     def _commit(self, pending: Commit) -> bool:
         """Whether it is over, one way or the other."""
         try:
-            if not pending.advance(time.monotonic(), orphaned=self._link.closed):
+            if not pending.advance(time.monotonic(), orphaned=self._rank.closed):
                 return False
         except (SaveError, OSError) as error:
             pending.abandon()
@@ -233,21 +189,27 @@ class Writer:
         return True
 
     def _finish(self, request: Save, error: str) -> None:
-        self._last_save_failed = bool(error)
-        if not error:
-            postponed, self._postponed = self._postponed, []
-            for removal in postponed:
-                if removal.path != request.path:  # saved anew meanwhile
-                    self._delete(removal)
-        self._link.send(Done(request.id, error))
+        self._writing = None
+        self._queue.settle(request.id, committed=not error)
+        self._rank.send(Done(request.id, error))
+        if error and self._rank.closed:
+            say(f"the checkpoint {request.path} (step {request.step}) was NOT saved: {error}")
 
-    def _remove(self, request: Remove) -> None:
-        error = ""
-        if self._last_save_failed:  # what should replace it does not exist: keep it until something newer does
-            self._postponed.append(request)
+    def _follow(self, request: Remove | Link, committed: bool) -> None:
+        """Delete or link what should come after a save that is over now."""
+        if not committed:  # what should replace the old one does not exist
+            self._rank.send(Done(request.id, void=True))
+        elif isinstance(request, Remove):
+            self._rank.send(Done(request.id, self._delete(request)))
         else:
-            error = self._delete(request)
-        self._link.send(Done(request.id, error))
+            self._rank.send(Done(request.id, self._link(request)))
+
+    def _link(self, request: Link) -> str:
+        try:
+            link(Path(request.path), Path(request.link))
+        except OSError as error:
+            return explain(error)
+        return ""
 
     def _delete(self, request: Remove) -> str:
         try:
@@ -282,7 +244,10 @@ def main(connection_fd: int, rank_pidfd: int) -> None:
         signal.signal(signum, signal.SIG_IGN)  # it ends when its rank is gone and its work is done
     os.nice(_NICENESS)
     with socket.socket(fileno=connection_fd) as connection:
-        Writer(Link(connection, rank_pidfd)).run()
+        rank = Connection(connection, rank_pidfd)
+        writer = Writer(rank)
+        leave_when_stuck(rank, lambda: writer.arena, lambda: writer.doing)
+        writer.run()
 
 
 if __name__ == "__main__":

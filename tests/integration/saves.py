@@ -89,7 +89,7 @@ def main() -> None:
     patience_s = 120.0 if seed % 5 == 0 else 0.0  # writers killed a moment ago may be taken for living ones
     newest = newest_checkpoint(folder, wait_s=patience_s) if rank == 0 else None
     first = resumed_step(newest, state, exchange) + 1
-    engine = CheckpointEngine(EngineOptions(shm_dir=shm, deadline_s=60.0), exchange)
+    engine = CheckpointEngine(EngineOptions(shm_dir=shm, deadline_s=60.0, on_busy="wait"), exchange)
     if kind == "file":
         state = make_state(None)
     for step in range(first, first + steps):

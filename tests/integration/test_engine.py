@@ -37,7 +37,7 @@ def shm(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def engine(shm: Path) -> Iterator[CheckpointEngine]:
-    engine = CheckpointEngine(EngineOptions(shm_dir=str(shm), deadline_s=60.0))
+    engine = CheckpointEngine(EngineOptions(shm_dir=str(shm), deadline_s=60.0, on_busy="wait"))
     yield engine
     engine.close()
     assert os.listdir(shm) == []
@@ -242,7 +242,7 @@ def test_a_writer_that_dies_again_and_again_is_given_up_with_a_clear_error(
     def start(fd: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], pass_fds=(fd,))
 
-    engine = CheckpointEngine(EngineOptions(shm_dir=str(shm)), writer=lambda: WriterClient(start))
+    engine = CheckpointEngine(EngineOptions(shm_dir=str(shm)), writer=lambda emit: WriterClient(start, emit))
     with contextlib.suppress(WriterError):  # it may be given up before or after this is asked for
         engine.save_sharded(str(tmp_path / "1.ckpt"), 1, a_state(), {})
     assert engine.wait(timeout_s=30)
@@ -318,27 +318,6 @@ def test_two_thousand_tensors_need_a_handful_of_descriptors(engine: CheckpointEn
     found = {"state_dict": {name: torch.zeros(3) for name in state["state_dict"]}}
     load(found, checkpoint_id=tmp_path / "1.ckpt", no_dist=True)
     assert_same(found, state)
-
-
-def test_storage_that_hangs_ends_in_an_error_not_in_a_hang(shm: Path, tmp_path: Path) -> None:
-    engine = CheckpointEngine(EngineOptions(shm_dir=str(shm), deadline_s=1.0))
-    engine.save_sharded(str(tmp_path / "0.ckpt"), 0, a_state(), {})
-    engine.wait()
-    os.kill(engine.writer_pid, signal.SIGSTOP)
-    for step in (1, 2):
-        engine.save_sharded(str(tmp_path / f"{step}.ckpt"), step, a_state(), {})
-    with pytest.raises(WriterError, match="has not written an earlier checkpoint in 1 s"):
-        engine.save_sharded(str(tmp_path / "3.ckpt"), 3, a_state(), {})
-    pid = engine.writer_pid
-    with pytest.raises(SaveError, match="still not durable after 1 s"):
-        engine.close()
-    os.kill(pid, signal.SIGCONT)  # storage comes back: the writer finishes alone
-    deadline = time.monotonic() + 30
-    while os.listdir(shm) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for step in (1, 2):
-        assert_same(loaded(tmp_path / f"{step}.ckpt"), a_state())
-    assert os.listdir(shm) == []
 
 
 def test_memory_descriptors_and_shared_memory_stay_flat(engine: CheckpointEngine, shm: Path, tmp_path: Path) -> None:

@@ -224,6 +224,22 @@ def put_in_place(source: Path, target: Path) -> None:
     flush_directory(target.parent)
 
 
+def link(target: Path, name: Path) -> None:
+    """Make ``name`` a symbolic link to ``target``, in one step; what had that name is deleted.
+
+    The link is relative, so that the directory can be moved.
+
+    Raises:
+        FileNotFoundError: There is no target.
+    """
+    if os.path.abspath(target) == os.path.abspath(name):
+        return
+    target.lstat()
+    draft = name.with_name(f".{name.name}.{uuid.uuid4().hex[:8]}{REMOVED}")  # if killed now, a later start deletes it
+    os.symlink(os.path.relpath(target, name.parent), draft)
+    put_in_place(draft, name)
+
+
 def delete(path: Path) -> None:
     """Delete a file or a directory so that no half of it keeps a valid name."""
     if path.is_dir() and not path.is_symlink():
