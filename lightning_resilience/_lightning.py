@@ -15,13 +15,15 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -139,6 +141,36 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+def ask_about_precision() -> None:
+    """Let a strategy class with a `check_precision` judge `Trainer(precision=...)` instead of Lightning.
+
+    Lightning refuses by a list of its own, without a reason and with "16-true" in it, and makes "16-mixed" into
+    "bf16-mixed" on a CPU (`_AcceleratorConnector._validate_precision_choice`, 2.4 on). Called again it changes nothing.
+    """
+    original = _AcceleratorConnector._validate_precision_choice
+    if getattr(original, "asks", False):
+        return
+
+    def validate(self: _AcceleratorConnector) -> None:
+        flag = self._strategy_flag
+        named = isinstance(flag, str) and flag in StrategyRegistry
+        check = getattr(StrategyRegistry[flag]["strategy"] if named else flag, "check_precision", None)
+        if check is None:
+            original(self)
+        else:
+            check(str(self._precision_flag))
+
+    validate.asks = True  # type: ignore[attr-defined]
+    _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[method-assign]
+
+
+def averaging_callbacks(trainer: Trainer) -> list[str]:
+    """Names of the callbacks that keep an unsharded copy of the model; public, here for the list of all of them."""
+    kinds = (StochasticWeightAveraging, WeightAveraging)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+    return [type(callback).__name__ for callback in callbacks if isinstance(callback, kinds)]
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------

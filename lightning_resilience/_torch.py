@@ -130,6 +130,28 @@ METADATA_CLASSES: dict[tuple[str, str], Any] = {
 """All that a ``.metadata`` file may refer to; enums and layouts are pickled by private names (torch 2.4 on)."""
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is nothing but its elements in memory: not sparse, nested or quantized.
+
+    Public API only, but without types; every part that moves the bytes of a tensor asks this first.
+    """
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy in place, also between compressed sparse tensors with different numbers of elements.
+
+    Public API only; ``copy_`` refuses those, and assigning ``.data`` leaves them silently as they were.
+    """
+    with torch.no_grad():
+        if target.layout in _COMPRESSED:
+            target.resize_as_sparse_(source)
+        target.copy_(source)
+
+
 # --- sharding ----------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ _FLOAT16 = (
     "float16 needs a loss scale, and torch has no scaler that agrees on overflows over sharded gradients: "
     "ranks would skip different steps and their weights would drift apart"
 )
+_UNKNOWN = "it has not been tried with sharded parameters"
 _WORKING = 'Use "32-true", "bf16-true" or "bf16-mixed".'
 
 
@@ -66,13 +67,24 @@ def sharded_precision(plugin: Precision) -> ShardedPrecision:
     """
     if isinstance(plugin, ShardedPrecision):
         return plugin
-    precision = str(plugin.precision)
-    known = (Precision, HalfPrecision, MixedPrecision, FSDPPrecision)
-    if type(plugin) in known and precision in _PLUGINS:
-        return _PLUGINS[precision]()
-    reason = _FLOAT16 if precision in ("16-mixed", "16-true") else "it has not been tried with sharded parameters"
-    name = f"precision={precision!r}" if type(plugin) in known else f"The plugin {type(plugin).__qualname__}"
-    raise ConfigurationError(f"{name} does not work with ResilientFSDPStrategy: {reason}. {_WORKING}")
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision, FSDPPrecision):
+        raise _refused(f"The plugin {type(plugin).__qualname__}", _UNKNOWN)
+    check_precision(str(plugin.precision))
+    return _PLUGINS[str(plugin.precision)]()
+
+
+def check_precision(precision: str) -> None:
+    """Check what `Trainer(precision=...)` stands for.
+
+    Raises:
+        ConfigurationError: The precision does not work with sharded parameters.
+    """
+    if precision not in _PLUGINS:
+        raise _refused(f"precision={precision!r}", _FLOAT16 if precision in ("16-mixed", "16-true") else _UNKNOWN)
+
+
+def _refused(what: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"{what} does not work with ResilientFSDPStrategy: {reason}. {_WORKING}")
 
 
 _PLUGINS: dict[str, type[ShardedPrecision]] = {

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_resilience import _lightning
 from lightning_resilience.errors import ConfigurationError, ShardingError
-from lightning_resilience.precision import ShardedPrecision, sharded_precision
+from lightning_resilience.precision import ShardedPrecision, check_precision, sharded_precision
 from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
 from lightning_resilience.sharding.mesh import Meshes, build_meshes, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
@@ -37,6 +37,7 @@ from lightning_resilience.sharding.shard import (
     shard_model,
     sharded_with,
 )
+from lightning_resilience.sharding.supported import Update
 from lightning_resilience.strategy_checkpoints import CheckpointingStrategy
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         self._meshes: Meshes | None = None
         self._mesh_group: dist.ProcessGroup | None = None
 
+    check_precision = staticmethod(check_precision)
+
     # --- set-up --------------------------------------------------------------------------------------------
 
     @property
@@ -133,13 +136,15 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            _refuse_averaging(self.lightning_module.trainer)
         plan = plan_mesh(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
         self._setup_distributed()
         if self._meshes is None or self._mesh_group is not dist.group.WORLD:
             self._meshes = build_meshes(plan, self.root_device.type)
             self._mesh_group = dist.group.WORLD
         self._device_mesh = self._meshes.job
-        assert self.lightning_module is not None
         _lightning.publish_mesh(self.lightning_module, self._device_mesh)
 
     @override
@@ -179,7 +184,8 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         )
 
     def _adopt(self, module: LightningModule) -> None:
-        """Take over a model sharded in `configure_model`, or by an earlier run of it."""
+        """Take over a model sharded in `configure_model`, or by an earlier run of it that may have failed midway."""
+        reshard_all(module)
         _lightning.materialize(module, self.root_device)
         if self.options.sync_module_states:
             synchronize_replicas(module, self.device_mesh)
@@ -259,7 +265,9 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         **kwargs: Any,
     ) -> Any:
         self._steps.before_optimizer_step()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        update = Update(optimizer, closure)
+        with update.errors_explained():
+            result = super().optimizer_step(optimizer, update, model, **kwargs)
         assert self.model is not None
         self._steps.after_optimizer_step(self.model)
         return result
@@ -301,6 +309,14 @@ class ResilientFSDPStrategy(CheckpointingStrategy):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
 
+def _refuse_averaging(trainer: Trainer) -> None:
+    if callbacks := _lightning.averaging_callbacks(trainer):
+        raise ConfigurationError(
+            f"{callbacks[0]} averages weights in a whole copy of the model, which cannot take sharded parameters. Leave"
+            f" the callback out, or train with DDP, which AsyncCheckpointIO works with too."
+        )
+
+
 def _is_sharded_type(state_dict_type: str) -> bool:
     if state_dict_type not in ("sharded", "full"):
         raise ConfigurationError(f'state_dict_type={state_dict_type!r} must be "sharded" or "full".')
@@ -319,6 +335,7 @@ def _duration(timeout: timedelta | float | None) -> timedelta | None:
     return duration
 
 
+_lightning.ask_about_precision()
 StrategyRegistry.register(
     "resilient_fsdp",
     ResilientFSDPStrategy,

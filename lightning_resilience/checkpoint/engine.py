@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience._torch import tensors_in
+from lightning_resilience._torch import is_dense, tensors_in
 from lightning_resilience.checkpoint import staging
 from lightning_resilience.checkpoint.admission import Admission, Wish, admit
 from lightning_resilience.checkpoint.attempts import folder_of
@@ -388,5 +388,5 @@ class CheckpointEngine:
 
 
 def _content_bytes(content: object) -> int:
-    """Bytes of all tensors in nested containers, at least as many as ``torch.save`` will write of them."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(content))
+    """Bytes of all dense tensors in nested containers, at least as many as ``torch.save`` will write of them."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(content) if is_dense(tensor))

@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience._torch import local_chunk, replica_coordinates, sharding_spec, storage_info
+from lightning_resilience._torch import is_dense, local_chunk, replica_coordinates, sharding_spec, storage_info
 from lightning_resilience.checkpoint.envelope import envelope
 from lightning_resilience.errors import SaveError
 
@@ -136,6 +136,11 @@ def _children(value: Any) -> list[tuple[str | int, Any]]:
     return []
 
 
+def is_staged(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value's bytes are copied to their place in the file; all others are pickled by ``torch.save``."""
+    return isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and is_dense(value))
+
+
 def signature(leaves: Sequence[Leaf]) -> int:
     """Changes whenever the layout would: names, shapes, dtypes, placements. Not for other processes."""
     return hash(tuple(_trait(leaf) for leaf in leaves))
@@ -145,20 +150,20 @@ def _trait(leaf: Leaf) -> tuple[object, ...]:
     value = leaf.value
     if isinstance(value, DTensor):
         return leaf.name, sharding_spec(value)
-    if isinstance(value, torch.Tensor):
+    if is_staged(value):
         return leaf.name, value.shape, value.dtype
     return (leaf.name,)
 
 
 def plan_shard(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
     """This rank's layout. A piece that several ranks hold is written by exactly one of them."""
-    ours = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor) and _is_ours(leaf, rank)]
+    ours = [leaf for leaf in leaves if is_staged(leaf.value) and _is_ours(leaf, rank)]
     return _lay_out(ours, leaves, rank, keep=lambda chunk, leaf: math.prod(chunk.shape) > 0 or leaf.value.numel() == 0)
 
 
 def plan_own(leaves: Sequence[Leaf], rank: int) -> ShardLayout:
     """The layout of every piece that this rank holds, empty ones too, whoever else holds it."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if is_staged(leaf.value)]
     return _lay_out(tensors, leaves, rank, keep=lambda chunk, leaf: True)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience._torch import local_chunk
+from lightning_resilience._torch import local_chunk, overwrite
 from lightning_resilience.checkpoint.candidates import META
+from lightning_resilience.checkpoint.layout import is_staged
 from lightning_resilience.checkpoint.manifest import files_of
 from lightning_resilience.checkpoint.reader import PieceReader, ShardReader, load_archive
 from lightning_resilience.checkpoint.state import clean_name, group_names, model_state
@@ -90,22 +91,25 @@ def _load_sharded_model(reader: PieceReader, path: Place, target: Target) -> Non
     wanted = model_state(target.module)
     if target.strict:
         _check_names(path, wanted.keys(), flat.keys(), "model")
-    tensors = {name: value for name, value in wanted.items() if name in flat and isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in wanted.items() if name in flat and is_staged(value)}
     _check_shapes(path, {name: (reader.tensor_shape(flat[name]), value) for name, value in tensors.items()})
     with torch.no_grad():
         reader.read_into({flat[name]: tensor for name, tensor in tensors.items()})
     values = [name for name in wanted if name in flat and name not in tensors]
-    others = {name: reader.value(flat[name], target.trust) for name in values}
+    others = {name: _read_any(reader, flat[name], target.trust) for name in values}
     _load_through_module(target.module, tensors, others)
 
 
 def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor], others: dict[str, Any]) -> None:
     """What is neither parameter nor buffer (metric states, extra state) only the module can put back."""
     parameters = module.named_parameters(remove_duplicate=False)
-    held = {clean_name(name) for name, _ in (*parameters, *module.named_buffers())}
+    buffers = {clean_name(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
+    held = {clean_name(name) for name, _ in parameters} | buffers.keys()
     for name, tensor in tensors.items():
         if name not in held:
             others[name] = tensor
+    for name in [name for name in others if name in buffers]:  # sparse ones cannot be copied into
+        overwrite(buffers[name], others.pop(name))
     if others:
         original = {clean_name(name): name for name in module.state_dict()}
         module.load_state_dict({original[name]: value for name, value in others.items()}, strict=False)
@@ -132,7 +136,7 @@ def _read_groups(
 ) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for way, name in by_path.items():
-        if way[:2] == (root, "param_groups"):
+        if way[:2] == (root, "param_groups") and len(way) > 3:  # no groups at all are one empty value
             index, key = int(way[2]), str(way[3])
             groups.setdefault(index, {})[key] = _read_any(reader, name, trust)
     return [groups[index] for index in sorted(groups)]
@@ -206,7 +210,7 @@ def _load_file_model(path: Place, state: Mapping[str, Any], target: Target) -> N
     wanted = model_state(target.module)
     if target.strict:
         _check_names(path, wanted.keys(), saved.keys(), "model")
-    tensors = {name: value for name, value in wanted.items() if name in saved and isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in wanted.items() if name in saved and is_staged(value)}
     _check_shapes(path, {name: (tuple(saved[name].shape), value) for name, value in tensors.items()})
     for name, tensor in tensors.items():
         _copy_piece(tensor, saved[name])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_resilience._torch import cuda_in_use, foreach_copy
 from lightning_resilience.checkpoint.envelope import envelope
-from lightning_resilience.checkpoint.layout import Leaf, ShardLayout, file_name, torch_dtype
+from lightning_resilience.checkpoint.layout import Leaf, ShardLayout, file_name, is_staged, torch_dtype
 from lightning_resilience.checkpoint.messages import FileImage
 
 _PAGE = 4096
@@ -149,6 +149,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_by_kind(leaves: Sequence[Leaf]) -> tuple[dict[str, torch.Tensor], list[Leaf]]:
-    """Tensors by flat name, and the rest."""
-    tensors = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)}
-    return tensors, [leaf for leaf in leaves if not isinstance(leaf.value, torch.Tensor)]
+    """Tensors that are copied, by flat name, and the rest."""
+    tensors: dict[str, torch.Tensor] = {}
+    others = []
+    for leaf in leaves:
+        if is_staged(leaf.value):
+            tensors[leaf.name] = leaf.value
+        else:
+            others.append(leaf)
+    return tensors, others

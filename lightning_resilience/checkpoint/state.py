@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_resilience.checkpoint.layout import is_staged
 from lightning_resilience.errors import ConfigurationError
 
 _ENVELOPE = 2048  # about what an archive adds to the data of a tensor
@@ -102,8 +103,8 @@ def _staged_bytes(value: Any) -> int:
 
 
 def local_bytes(value: Any) -> int:
-    """Bytes of the piece of a tensor that this rank holds; 0 for anything else."""
-    if not isinstance(value, torch.Tensor):
+    """Bytes of the piece of a tensor that this rank holds; 0 for what is pickled instead of copied."""
+    if not is_staged(value):
         return 0
     with torch.no_grad():
         local = value.to_local() if hasattr(value, "to_local") else value

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_resilience._torch import sharded_parameters
+from lightning_resilience._torch import is_dense, overwrite, sharded_parameters
 from lightning_resilience.sharding.mesh import DATA_PARALLEL
 
 
@@ -29,7 +29,7 @@ def initialize(module: Module, device: torch.device, mesh: DeviceMesh, *, synchr
     allocated = materialize(module, device)
     tensors = list(_tensors(unsharded_modules(module)))
     for tensor in tensors:
-        tensor.data = tensor.data.to(device)
+        tensor.data = _plain_memory(tensor.data.to(device), contiguous=isinstance(tensor, Parameter))
     if allocated or synchronize:
         _synchronize(tensors, mesh, sharded=set())
 
@@ -143,12 +143,31 @@ def _synchronize(tensors: Iterable[torch.Tensor], mesh: DeviceMesh, *, sharded: 
             _broadcast(tensor.to_local(), mesh[DATA_PARALLEL].get_group())
 
 
+def _plain_memory(tensor: torch.Tensor, *, contiguous: bool) -> torch.Tensor:
+    """The same values where FSDP2 and in-place copies can work on them: every element has memory of its own."""
+    if not is_dense(tensor):
+        return tensor
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+    return tensor.contiguous() if contiguous or overlaps else tensor
+
+
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Overwrite `tensor` by the value of the first rank of `group`."""
-    target = tensor.detach()
-    if dist.get_world_size(group) == 1 or target.numel() == 0:
+    if dist.get_world_size(group) == 1 or tensor.numel() == 0:
         return
+    if not is_dense(tensor):
+        _broadcast_object(tensor, group)
+        return
+    target = tensor.detach()
     contiguous = target.contiguous()
-    dist.broadcast(contiguous, group=group, group_src=0)
+    dist.broadcast(contiguous.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo knows few data types
     if contiguous is not target:
         target.copy_(contiguous)
+
+
+def _broadcast_object(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Of a sparse or quantized buffer even the amount of data may differ between ranks."""
+    values = [tensor.detach().cpu() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    assert values[0] is not None
+    overwrite(tensor, values[0])

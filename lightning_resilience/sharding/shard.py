@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from lightning_resilience._torch import is_gathered, map_tensors, put_back_shards, sharded_parameters
@@ -27,7 +27,8 @@ from lightning_resilience.errors import ShardingError
 from lightning_resilience.sharding.initialize import initialize, unsharded_modules
 from lightning_resilience.sharding.mesh import DATA_PARALLEL, Meshes
 from lightning_resilience.sharding.options import ShardingOptions
-from lightning_resilience.sharding.scalars import average_gradients, is_averaged, scalar_parameters
+from lightning_resilience.sharding.replicated import average_gradients, is_averaged, unshardable_parameters
+from lightning_resilience.sharding.supported import check_supported
 from lightning_resilience.sharding.wrapping import select_modules, without_split_ties
 
 _SHARDED_WITH = "_lightning_resilience_sharded_with"
@@ -52,29 +53,34 @@ def shard_model(
             forward, so that targets keep their precision; the layers it manages cast theirs.
 
     Raises:
-        ShardingError: A policy does not fit the model.
+        ShardingError: A policy does not fit the model, or FSDP2 cannot train it.
     """
+    check_supported(model)
     units = select_modules("auto_wrap_policy", options.auto_wrap_policy, model)
     checkpointed = select_modules("activation_checkpointing_policy", options.activation_checkpointing_policy, model)
     for module in checkpointed:
         checkpoint_activations(module)
 
+    replicated: set[Parameter] = set()
+
     def shard(module: Module, policy: MixedPrecisionPolicy) -> None:
         initialize(module, device, meshes.job, synchronize=options.sync_module_states)
+        unshardable = unshardable_parameters(module)
+        replicated.update(unshardable)
         fully_shard(
             module,
             mesh=meshes.sharding,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=policy,
             offload_policy=_offload_policy(options, device),
-            ignored_params=scalar_parameters(module),
+            ignored_params=unshardable,
         )
 
     for unit in reversed(without_split_ties(units, model)):
         shard(unit, mixed_precision)
     cast_inputs_of_layers(model, mixed_precision.param_dtype)
     shard(model, _without_input_cast(mixed_precision))
-    average_gradients(scalar_parameters(model), model, meshes.job)
+    average_gradients(replicated, model, meshes.job)
     model.__dict__[_SHARDED_WITH] = (options, mixed_precision)
 
 

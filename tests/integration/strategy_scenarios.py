@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_resilience.errors import ShardingError
+from lightning_resilience.errors import ResilienceError, ShardingError
 from lightning_resilience.strategy import ResilientFSDPStrategy
 from tests.integration.strategy_models import (
     VOCAB,
@@ -335,6 +337,58 @@ def replicas_start_equal() -> dict[str, Any]:
         results[f"{name}_off"] = distance(full(model), full(seeded(TinyLM)))
         results[f"{name}_same"] = same_on_all_ranks(local(model))
     return results
+
+
+class OddBuffers(TinyLM):
+    """Buffers whose data types, layouts or memory gloo cannot send as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        value = float(torch.initial_seed())
+        self.register_buffer("float8", torch.full((3,), value).to(torch.float8_e5m2))
+        self.register_buffer("unsigned", torch.full((2,), value).to(torch.uint16))
+        self.register_buffer("turn", torch.full((2,), value, dtype=torch.complex64))
+        self.register_buffer("transposed", torch.full((2, 3), value).t())
+        self.register_buffer("repeated", torch.full((1,), value).expand(3))
+        diagonal = torch.ones(6).cumsum(0).le(value).float().diag()
+        self.register_buffer("sparse", diagonal.to_sparse())
+        self.register_buffer("compressed", diagonal.to_sparse_csr())
+        self.register_buffer("flag", torch.tensor(value > 3))
+
+
+@scenario
+def odd_buffers_start_equal() -> dict[str, Any]:
+    model = seeded(OddBuffers, seed=3 + dist.get_rank())
+    trainer(max_steps=0).fit(model, loader(tokens(1)))
+    names = ("float8", "unsigned", "turn", "transposed", "repeated", "sparse", "compressed", "flag")
+    mine = {name: model.get_buffer(name).to_dense().to(torch.complex64).real.sum().item() for name in names}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {f"rank{rank}": values for rank, values in enumerate(everyone)}
+
+
+class Averages(EMAWeightAveraging):
+    """As a user derives from it."""
+
+
+@scenario
+def refused() -> dict[str, Any]:
+    """What cannot work, and what is said about it."""
+    callbacks = {"swa": StochasticWeightAveraging(1e-2, swa_epoch_start=1), "ema": Averages()}
+    cases: dict[str, Callable[[], Any]] = {
+        name: partial(trainer(callbacks=[callback]).fit, TinyLM(), loader(tokens(1)))
+        for name, callback in callbacks.items()
+    }
+    model = TinyLM()
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())  # type: ignore[method-assign]
+    cases["optimizer"] = partial(trainer().fit, model, loader(tokens(1)))
+    told = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except ResilienceError as error:
+            told[name] = str(error)
+    return told
 
 
 @scenario

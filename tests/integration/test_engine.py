@@ -131,6 +131,8 @@ def test_odd_tensors_survive(engine: CheckpointEngine, tmp_path: Path) -> None:
         "tied": base,
         "tied_again": base,
         "parameter": torch.nn.Parameter(base.clone()),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "unsigned": torch.tensor([1, 65535], dtype=torch.uint16),
     }
     engine.save_sharded(str(tmp_path / "a.ckpt"), 1, {"state_dict": state}, {})
     engine.wait()
@@ -138,6 +140,18 @@ def test_odd_tensors_survive(engine: CheckpointEngine, tmp_path: Path) -> None:
     load(found, checkpoint_id=tmp_path / "a.ckpt", no_dist=True)
     for name, tensor in state.items():
         assert_same(found["state_dict"][name], tensor.detach())
+
+
+def test_sparse_tensors_are_kept_in_both_formats(engine: CheckpointEngine, tmp_path: Path) -> None:
+    sparse = torch.eye(4).to_sparse()
+    engine.save_sharded(str(tmp_path / "a.ckpt"), 1, {"state_dict": {"s": sparse, "w": torch.ones(2)}}, {})
+    engine.save_file(str(tmp_path / "b.ckpt"), 1, {"state_dict": {"s": sparse}})
+    sparse.values().zero_()
+    engine.wait()
+    found: dict[str, Any] = {"state_dict": {"s": torch.zeros(4, 4).to_sparse(), "w": torch.zeros(2)}}
+    load(found, checkpoint_id=tmp_path / "a.ckpt", no_dist=True)
+    for state in (found, torch.load(tmp_path / "b.ckpt", weights_only=True)):
+        assert_same(state["state_dict"]["s"].to_dense(), torch.eye(4))
 
 
 def test_one_file_is_what_torch_load_reads(engine: CheckpointEngine, tmp_path: Path) -> None:

@@ -119,6 +119,30 @@ def test_replicas_start_equal(result: Any) -> None:
     assert not result["FULL_SHARD_same"]  # each rank has its own part
 
 
+def test_odd_buffers_start_equal(result: Any) -> None:
+    """Rank 1 was seeded with 4, and so its values were 4."""
+    assert (
+        result["rank1"]
+        == result["rank0"]
+        == {
+            "float8": 9.0,
+            "unsigned": 6.0,
+            "turn": 6.0,
+            "transposed": 18.0,
+            "repeated": 9.0,
+            "sparse": 3.0,
+            "compressed": 3.0,
+            "flag": 0.0,
+        }
+    )
+
+
+def test_refused(result: Any) -> None:
+    assert result["swa"].startswith("StochasticWeightAveraging averages weights in a whole copy of the model")
+    assert result["ema"].startswith("Averages averages weights")
+    assert result["optimizer"].startswith("LBFGS cannot update sharded parameters")
+
+
 def test_without_sync_replicas_differ(result: Any) -> None:
     assert not result["same"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import nn
 
 from lightning_resilience.checkpoint.envelope import archive
@@ -217,3 +218,39 @@ def test_the_expected_size_before_the_first_step_is_that_after_it(make: Any, cop
     module(torch.ones(1, 100)).sum().backward()
     optimizer.step()
     assert abs(expected_bytes(module, [optimizer]) - expected) < 5_000
+
+
+class Sparse(nn.Linear):
+    """Buffers that cannot be copied into: the number of their elements changes."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(2, 2)
+        diagonal = torch.zeros(4).index_fill(0, torch.arange(count), float(count)).diag()
+        self.register_buffer("rows", diagonal.to_sparse())
+        self.register_buffer("packed", diagonal.to_sparse_csr())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@each_format
+def test_sparse_buffers_come_back(write: Write, tmp_path: Path) -> None:
+    saved, fresh = Sparse(3), Sparse(1)
+    restore(place_for(write(tmp_path / "a", saved)), Target(fresh))
+    assert torch.equal(fresh.weight, saved.weight)
+    for name in ("rows", "packed"):
+        assert fresh.get_buffer(name).layout == saved.get_buffer(name).layout
+        assert torch.equal(fresh.get_buffer(name).to_dense(), saved.get_buffer(name).to_dense())
+
+
+def test_sparse_buffers_are_no_reason_for_shared_memory_of_their_dense_size() -> None:
+    module = nn.Module()
+    place, value = torch.zeros(2, 1), torch.ones(1)
+    huge = torch.sparse_coo_tensor(place, value, (10**6, 10**6), check_invariants=True)
+    module.register_buffer("huge", huge)
+    assert expected_bytes(module, []) < 10_000
+
+
+def test_a_module_without_optimizers_is_resumed(tmp_path: Path) -> None:
+    """Lightning then has an optimizer without groups."""
+    saved, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    restore(place_for(write_sharded(tmp_path / "a", saved, _MockOptimizer())), Target(fresh, [_MockOptimizer()]))
+    assert torch.equal(fresh.weight, saved.weight)

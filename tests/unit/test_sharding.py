@@ -25,9 +25,10 @@ from lightning_resilience.sharding.clipping import clip_by_norm, clip_by_value
 from lightning_resilience.sharding.initialize import materialize, move_all_but_parameters
 from lightning_resilience.sharding.mesh import MeshPlan, build_meshes, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions
+from lightning_resilience.sharding.replicated import unshardable_parameters
 from lightning_resilience.sharding.root_forward import RootForward
-from lightning_resilience.sharding.scalars import scalar_parameters
 from lightning_resilience.sharding.shard import is_sharded, reshard_all, shard_model, sharded_with
+from lightning_resilience.sharding.supported import Update, check_supported
 from lightning_resilience.sharding.wrapping import check_policy, select_modules, without_split_ties
 
 
@@ -263,11 +264,93 @@ def test_scalars_are_left_whole_and_get_gradients() -> None:
             return super().forward(x) * self.temperature
 
     model = Scaled()
-    assert scalar_parameters(model) == {model.temperature}
+    assert unshardable_parameters(model) == {model.temperature}
     sharded(model)
     model(torch.arange(6)).sum().backward()
     assert not isinstance(model.temperature, DTensor)
     assert model.temperature.grad is not None
+
+
+class Mixed(Model):
+    """Data types, shapes and layouts that FSDP2 by itself refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms.to(torch.bfloat16)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.column = nn.Parameter(torch.randn(4, 6).t())
+        self.repeated = nn.Parameter(torch.ones(1).expand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norms[0](x.bfloat16()).float() * self.turn.real + self.nothing.sum()
+        out: torch.Tensor = self.head(x) + x @ self.column.t() * self.repeated
+        return out
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_odd_parameters_train_as_without_sharding() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    torch.manual_seed(0)
+    alone = Mixed()
+    with pytest.warns(UserWarning, match="norms.0.weight, norms.0.bias of Mixed .* another data type"):
+        sharded(model)
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    assert whole == ["turn", "nothing", "norms.0.weight", "norms.0.bias"]
+    for one in (model, alone):
+        one(torch.arange(6)).pow(2).sum().backward()
+    for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert gradient is not None, name
+        torch.testing.assert_close(gradient, expected.grad)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: nn.LazyLinear(3), "odd.weight, odd.bias of Sequential have no shape yet.*Run one batch"),
+        (lambda: nn.Embedding(3, 3, sparse=True), "embeddings odd of Sequential were made with sparse=True"),
+        (lambda: nn.EmbeddingBag(3, 3, sparse=True), "embeddings odd of Sequential were made with sparse=True"),
+        (lambda: Bare(torch.eye(3).to_sparse()), "odd.weight of Sequential are sparse or quantized"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named_beforehand(layer: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.add_module("odd", layer())
+    with pytest.raises(ShardingError, match=message):
+        check_supported(model)
+
+
+class Bare(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def test_frozen_sparse_embeddings_are_fine() -> None:
+    check_supported(nn.Embedding(3, 3, sparse=True).requires_grad_(False))
+
+
+def _fail() -> Any:
+    raise RuntimeError("got mixed torch.Tensor and DTensor\nmore")
+
+
+def test_an_optimizer_that_fails_on_shards_is_named_and_a_closure_that_fails_is_not() -> None:
+    optimizer = torch.optim.Rprop([nn.Parameter(torch.ones(1))])
+    with (
+        pytest.raises(ShardingError, match=r"Rprop cannot update sharded parameters.*DTensor\)\. Use"),
+        Update(optimizer, lambda: None).errors_explained(),
+    ):
+        _fail()
+    update = Update(optimizer, _fail)
+    with pytest.raises(RuntimeError, match="mixed"), update.errors_explained():
+        update()
+    with pytest.raises(RuntimeError, match="out of memory"), Update(optimizer, _fail).errors_explained():
+        raise RuntimeError("out of memory")
 
 
 @pytest.mark.usefixtures("world_of_one")

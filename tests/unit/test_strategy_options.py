@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 
 import lightning_resilience
@@ -131,12 +131,26 @@ def test_precisions_that_work(strategy: str | None, precision: Any, plugin: type
     assert made.precision == (precision or "32-true")
 
 
-@pytest.mark.parametrize("precision", ["16-true", "64-true"])
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [
+        ("16-mixed", "float16 needs a loss scale"),
+        ("16-true", "float16 needs a loss scale"),
+        ("64-true", "not been tried"),
+        ("transformer-engine", "not been tried"),
+    ],
+)
 @pytest.mark.parametrize("strategy", ["resilient_fsdp", None])
-def test_precisions_that_do_not(strategy: str | None, precision: Any) -> None:
-    """Lightning itself refuses "64-true" for an instance, with an error of its own."""
-    with pytest.raises(ValueError, match=r"64-true|16-true"):
+def test_precisions_that_do_not(strategy: str | None, precision: Any, reason: str) -> None:
+    """Without us Lightning has a list that is not true, no reason, and makes 16-mixed bf16-mixed on a CPU."""
+    with pytest.raises(ConfigurationError, match=f'{reason}.*Use "32-true", "bf16-true" or "bf16-mixed"'):
         trainer(strategy or ResilientFSDPStrategy(), precision=precision)
+
+
+def test_precisions_of_other_strategies_are_lightnings_matter() -> None:
+    assert trainer("auto", devices=1, precision="64-true").precision == "64-true"
+    with pytest.raises(ValueError, match="`ModelParallelStrategy` does not support"):
+        trainer(ModelParallelStrategy(), precision="64-true")
 
 
 @pytest.mark.parametrize(
