@@ -6,36 +6,29 @@ Starts the ranks, waits for them, prints what they measured. `README.md` says wh
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks.jobs import available_memory, ends_of_logs, machine_facts, running_ranks, wait_for_ranks
 from benchmarks.stall.options import DEFAULT_METHODS, METHODS, QUICK_METHODS, Options, Sample
 from benchmarks.stall.report import NOT_INSTALLED, figures, print_report, targets
 
 _PREFIX = "checkpoint-stall-"
-_ROOT = Path(__file__).parents[1]
 _COPIES = 9  # states that the methods hold in memory at a time, the original included
 _SHARED_COPIES = 5  # of which in shared memory
 _SAVES_ON_DISK = 2.2
 _SMALL_TENSOR = 4096  # with all that is around it
 _START_UP_S = 240.0
-_VERSIONS = ("torch", "lightning", "xxhash", "nvidia-resiliency-ext")
 
 
 def main() -> None:
@@ -109,75 +102,21 @@ def _check_room(options: Options) -> None:
     needs = {
         options.directory: (shutil.disk_usage(options.directory).free, _SAVES_ON_DISK * state),
         "/dev/shm": (shutil.disk_usage("/dev/shm").free, _SHARED_COPIES * state),
-        "memory": (_available_memory(), _COPIES * state),
+        "memory": (available_memory(), _COPIES * state),
     }
     for where, (free, needed) in needs.items():
         if free < needed:
             sys.exit(f"{where}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; pass a smaller --mb")
 
 
-def _available_memory() -> int:
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
 def _measure(options: Options) -> list[dict[str, Any]]:
     """What every rank found."""
     directory = Path(options.directory)
-    deadline = time.monotonic() + options.budget_s + _START_UP_S
-    with _running_ranks(options) as ranks:
-        while any(rank.poll() is None for rank in ranks):
-            if time.monotonic() > deadline or any(rank.poll() for rank in ranks):
-                sys.exit(_post_mortem(directory, options.ranks))
-            time.sleep(0.1)
-        if any(rank.returncode for rank in ranks):
-            sys.exit(_post_mortem(directory, options.ranks))
+    job = running_ranks("benchmarks.stall.rank", options.encode(), ranks=options.ranks, directory=directory)
+    with job as ranks:
+        if not wait_for_ranks(ranks, patience_s=options.budget_s + _START_UP_S):
+            sys.exit(ends_of_logs(directory, options.ranks))
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(options.ranks)]
-
-
-@contextmanager
-def _running_ranks(options: Options) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
-    """The training processes; at the end they and every helper they started are gone."""
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(options.ranks):
-            ranks.append(_start(options, rank))
-        yield ranks
-    finally:
-        for signum in (signal.SIGTERM, signal.SIGKILL):
-            for process in ranks:
-                _end_group(process, signum)
-
-
-def _start(options: Options, rank: int) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "MASTER_ADDR": "127.0.0.1"}
-    with open(Path(options.directory, f"rank{rank}.log"), "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.stall.rank", options.encode()],
-            cwd=_ROOT,
-            env={**os.environ, **{key: str(value) for key, value in place.items()}},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _end_group(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-    """Send the signal to a rank and its helpers, and give them a moment."""
-    try:
-        os.killpg(process.pid, signum)
-    except ProcessLookupError:
-        process.wait()
-        return
-    try:
-        process.wait(timeout=5.0)
-    except subprocess.TimeoutExpired:
-        pass
-
-
-def _post_mortem(directory: Path, ranks: int) -> str:
-    logs = [Path(directory, f"rank{rank}.log").read_text(errors="replace")[-3000:] for rank in range(ranks)]
-    return "a rank failed or took too long; the ends of their logs:\n\n" + "\n\n".join(logs)
 
 
 def _sample(fields: Mapping[str, Any]) -> Sample:
@@ -186,22 +125,12 @@ def _sample(fields: Mapping[str, Any]) -> Sample:
 
 def _facts(options: Options, result: Mapping[str, Any], load: float) -> dict[str, str]:
     """What was measured on what, in words."""
-    versions = (f"{name} {version}" for name in _VERSIONS if (version := _version(name)))
     state = f"{options.tensors} small tensors" if options.tensors else "parameters and Adam moments, FSDP-sharded"
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, load average {load:.1f} at the start",
-        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        **machine_facts(load),
         "state": f"{options.ranks} ranks with {result['state_bytes'] / 1e6:.0f} MB each: {state}",
         "steps": f"{1e3 * result['step_s']:.0f} ms each while nothing is saved",
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":
