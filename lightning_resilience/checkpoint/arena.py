@@ -12,10 +12,10 @@ import os
 import uuid
 from pathlib import Path
 
+from lightning_resilience.checkpoint.snapshots import leftovers
 from lightning_resilience.checkpoint.warm_memory import WarmMemory, create_file, require_room
 
 PREFIX = "lightning-resilience-"
-SNAPSHOT_PREFIX = f"{PREFIX}snapshot-"  # swept by other rules: they wait for a successor
 
 
 class Arena:
@@ -39,6 +39,8 @@ class Arena:
         self.slots = slots
         self.path = str(Path(directory) / f"{PREFIX}{label}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
         sweep(directory)
+        leftovers.sweep(directory)
+        leftovers.make_room(directory, self.size)
         require_room(directory, self.size)
         self._memory = WarmMemory(create_file(self.path), self.size, directory)
         self.memory = self._memory.bytes
@@ -74,7 +76,7 @@ def sweep(directory: str) -> list[str]:
     """
     removed = []
     for path in Path(directory).glob(f"{PREFIX}*"):
-        if path.name.startswith(SNAPSHOT_PREFIX):
+        if path.name.startswith(leftovers.PREFIX):  # they wait for a successor
             continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

@@ -78,7 +78,7 @@ def stage_shard(
     """
     slot.prepare(layout)
     with torch.no_grad():
-        sources = [_local(tensors[chunk.name]) for chunk in layout.chunks]
+        sources = [local_part(tensors[chunk.name]) for chunk in layout.chunks]
     copy_all(slot.destinations, sources)
     end = layout.size
     for value in values:
@@ -144,7 +144,8 @@ class SlotFile:
         """Nothing is buffered."""
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

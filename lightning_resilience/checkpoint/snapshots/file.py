@@ -14,10 +14,7 @@ import fcntl
 import json
 import mmap
 import os
-import stat
-import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +22,14 @@ import torch
 import xxhash
 
 from lightning_resilience._torch import cuda_in_use, pin, unpin
-from lightning_resilience.checkpoint.arena import SNAPSHOT_PREFIX
+from lightning_resilience.checkpoint.snapshots import leftovers
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.warm_memory import WarmMemory, create_file, require_room
 
 SLOTS = 2
-KEPT_S = 3600.0  # for a successor, on a machine where other jobs start
 _MAGIC = int.from_bytes(b"LRsnap\x00\x01", "little")  # the last byte is the version of the format
 _HEADER = 2 * mmap.PAGESIZE
 _WORDS = 32  # bytes: magic, start, length and digest of the rest
-_FOREIGN_BITS = 0o077
-
-_ours: set[str] = set()
-"""Files this process owns: opening and closing one of them again would end the lock."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ class SnapshotFile:
             Slot(index * (size // SLOTS) + _HEADER, self._region(index, _HEADER, self.slot_bytes))
             for index in range(SLOTS)
         ]
-        _ours.add(path)
+        leftovers.ours.add(path)
 
     def snapshots(self) -> list[tuple[Slot, Snapshot]]:
         """The complete ones, newest first."""
@@ -162,7 +154,7 @@ class SnapshotFile:
         if not keep:
             Path(self.path).unlink(missing_ok=True)
         self.slots, self._headers = [], []
-        _ours.discard(self.path)
+        leftovers.ours.discard(self.path)
         self._memory.close()
 
     def _is_whole(self, index: int, part: Part) -> bool:
@@ -189,41 +181,24 @@ def create(directory: str, run: str, rank: int, nbytes: int) -> SnapshotFile:
     """
     slot_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     size = SLOTS * (_HEADER + slot_bytes)
+    leftovers.make_room(directory, size)
     require_room(directory, size)
-    path = str(Path(directory) / f"{SNAPSHOT_PREFIX}{run}-rank{rank}-{uuid.uuid4().hex[:8]}")
+    path = str(Path(directory) / f"{leftovers.PREFIX}{run}-rank{rank}-{uuid.uuid4().hex[:8]}")
     fd = create_file(path, lock=lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX))
     return SnapshotFile(path, fd, size)
 
 
 def take_over(directory: str, run: str, rank: int) -> SnapshotFile | None:
     """The file that a rank's dead predecessor has left; of several, the one with the newest snapshot."""
-    taken = [file for path in _files(directory, f"{run}-rank{rank}-") if (file := _open(path)) is not None]
+    taken = [file for path in leftovers.files(directory, f"{run}-rank{rank}-") if (file := _open(path)) is not None]
     taken.sort(key=lambda file: max((snapshot.start, snapshot.step) for _, snapshot in file.snapshots()), reverse=True)
     for file in taken[1:]:
         file.close(keep=False)
     return taken[0] if taken else None
 
 
-def sweep(directory: str, now: float | None = None, kept_s: float = KEPT_S) -> list[str]:
-    """Remove what nobody has come back for; returns the paths."""
-    limit = (time.time() if now is None else now) - kept_s
-    return [str(path) for path in _files(directory, "") if _is_older(path, limit) and _remove_ownerless(path)]
-
-
-def remove_run(directory: str, run: str) -> list[str]:
-    """Remove the files of a run that no rank has taken over; returns the paths."""
-    return [str(path) for path in _files(directory, f"{run}-") if _remove_ownerless(path)]
-
-
-def _files(directory: str, name: str) -> Iterator[Path]:
-    """Those of other processes; this one's are left alone, see ``_ours``."""
-    for path in sorted(Path(directory).glob(f"{SNAPSHOT_PREFIX}{name}*")):
-        if str(path) not in _ours:
-            yield path
-
-
 def _open(path: Path) -> SnapshotFile | None:
-    fd = _lock(path)
+    fd = leftovers.lock(path)
     if fd is None:
         return None
     size = os.fstat(fd).st_size
@@ -236,38 +211,3 @@ def _open(path: Path) -> SnapshotFile | None:
         return file
     file.close(keep=False)
     return None
-
-
-def _lock(path: Path) -> int | None:
-    """A descriptor of the file with its locks; None if it is somebody's, or not a file of ours at all."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # another user's, a link, or gone by now
-        return None
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        info = os.fstat(fd)
-        private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & _FOREIGN_BITS
-        if private and info.st_nlink == 1:  # with no name left somebody was faster
-            return fd
-    except OSError:  # its owner is alive
-        pass
-    os.close(fd)
-    return None
-
-
-def _is_older(path: Path, limit: float) -> bool:
-    try:
-        return path.stat().st_mtime < limit
-    except OSError:
-        return False
-
-
-def _remove_ownerless(path: Path) -> bool:
-    fd = _lock(path)
-    if fd is None:
-        return False
-    path.unlink(missing_ok=True)
-    os.close(fd)
-    return True

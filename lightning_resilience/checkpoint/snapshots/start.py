@@ -1,0 +1,80 @@
+"""The start of a run with snapshots: which run it is, what its ranks hold, and whether to go on from that."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from lightning_resilience.checkpoint.exchange import Exchange, together
+from lightning_resilience.checkpoint.snapshots import leftovers
+from lightning_resilience.checkpoint.snapshots.choice import (
+    Request,
+    Stored,
+    explain,
+    is_newer,
+    may_stand_in,
+    newest_common,
+)
+from lightning_resilience.checkpoint.snapshots.engine import Snapshots
+from lightning_resilience.checkpoint.snapshots.run import Run, new_run, read_run, write_run
+from lightning_resilience.checkpoint.storage import Place
+from lightning_resilience.errors import SaveError
+
+log = logging.getLogger(__name__)
+
+
+def begin_run(
+    snapshots: Snapshots, directory: Place, request: Request, newest: Callable[[], Stored | None]
+) -> int | None:
+    """Find what predecessors have left, and choose. Called on all ranks.
+
+    The snapshot to go on from is counted to the new start before the new start is written down: a kill in between
+    leaves it good, whichever of the two the next start compares it with.
+
+    Args:
+        snapshots: Of this rank.
+        directory: The run's checkpoint directory; rank 0's counts.
+        request: What was asked for; rank 0's counts.
+        newest: Finds the newest checkpoint in the directory; called on rank 0.
+
+    Returns:
+        The step of the snapshot to load in place of what was asked for; None to do what was asked.
+
+    Raises:
+        SaveError: The run's directory cannot be read or written.
+    """
+    exchange = snapshots.exchange
+    run, stored, may = _facts(exchange, directory, request, newest)
+    snapshots.open(run)
+    held = [json.loads(answer) for answer in exchange.all_gather(json.dumps(snapshots.steps()).encode())]
+    step = newest_common(held)
+    chosen = step if step is not None and may and is_newer(step, stored, run.base_ns) else None
+    if chosen is None and any(held) and exchange.rank == 0:
+        log.info("snapshots of an earlier start are not used: %s", explain(step, may, stored))
+    run = run.next(stored.created_ns if stored else 0)
+    snapshots.keep(chosen, run.start)
+    exchange.all_gather(b"")  # every rank has taken over what is its own, and counted it to this start
+    together(exchange, lambda: write_run(directory, run) if exchange.rank == 0 else None, SaveError)
+    snapshots.open(run)
+    leftovers.remove_run(snapshots.shm_dir, run.id)
+    leftovers.sweep(snapshots.shm_dir)
+    return chosen
+
+
+def _facts(
+    exchange: Exchange, directory: Place, request: Request, newest: Callable[[], Stored | None]
+) -> tuple[Run, Stored | None, bool]:
+    """What rank 0 sees, told to all."""
+    facts: dict[str, Any] = {}
+
+    def look() -> None:
+        if exchange.rank == 0:
+            run, stored = read_run(directory) or new_run(), newest()
+            may = may_stand_in(request, stored, directory.path)
+            facts.update(run=vars(run), newest=vars(stored) if stored else None, may=may)
+
+    together(exchange, look, SaveError)
+    told = json.loads(exchange.all_gather(json.dumps(facts).encode())[0])
+    return Run(**told["run"]), Stored(**told["newest"]) if told["newest"] else None, told["may"]
