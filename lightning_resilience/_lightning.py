@@ -181,7 +181,15 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def set_resumed_path(trainer: Trainer, path: str) -> None:
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """What `Trainer.save_checkpoint` would hand to the strategy; calls the same `on_save_checkpoint` hooks.
+
+    `_CheckpointConnector.dump_checkpoint` (2.0 on); there is no public name for a checkpoint that is not saved.
+    """
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def set_resumed_path(trainer: Trainer, path: str | None) -> None:
     """Tell Lightning which checkpoint was loaded in the end, so that it is logged and never deleted as the old one.
 
     The public setter of `trainer.ckpt_path` also makes the next `fit` load it.

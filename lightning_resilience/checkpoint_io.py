@@ -25,6 +25,7 @@ from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import SaveReport
 from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
 from lightning_resilience.checkpoint.reader import load_archive
+from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
@@ -55,6 +56,9 @@ class AsyncCheckpointIO(CheckpointIO):
         trust: Unpickle any object when loading. It can run any code: only for checkpoints you trust.
         storage_options: How to reach a file system that is named by a URL (`s3://bucket/run`), as fsspec takes it:
             credentials, endpoints. Plain values only; they are passed on as they are and never shown.
+        snapshot_every_n_steps: Keep the newest complete state of each rank in `shm_dir` and take a new one every so
+            many optimizer steps, or as often as 1 % of the time allows with "auto". A restart on the same machines
+            goes on from it. Needs room for two more states beside ``slots``, and `ResilientFSDPStrategy`.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -69,8 +73,11 @@ class AsyncCheckpointIO(CheckpointIO):
         on_damage: Literal["previous", "raise"] = "previous",
         trust: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        snapshot_every_n_steps: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
+        every = _interval(snapshot_every_n_steps)
+        self.snapshots = None if every is None else Snapshots(shm_dir, every)
         self._storage_options = plain_options(storage_options)
         self._options_of: dict[str, Mapping[str, Any]] = {}  # by path, of saves that brought their own
         self._options = EngineOptions(
@@ -79,6 +86,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self.fall_back = _falls_back(on_damage)
         self.trust = trust
         self._exchange: Exchange = Alone()
+        self._connected = False
         self._engine: CheckpointEngine | None = None
         self._history: list[SaveReport] = []
         self._adviser = Adviser()
@@ -113,6 +121,7 @@ class AsyncCheckpointIO(CheckpointIO):
         target = self._place_to_save(path, storage_options).path
         trainer = _lightning.calling_trainer()
         self._in_fit = self._in_fit or (trainer is not None and trainer.training)
+        self._warn_if_no_snapshots()
         step = int(checkpoint.get("global_step", 0))
         self._started().save_file(target, step, checkpoint, storage_options=self._options_for(target))
         self._say_advice(step)
@@ -184,7 +193,9 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def connect(self, exchange: Exchange) -> None:
         """From now on this is one rank of several."""
-        self._exchange = exchange
+        self._exchange, self._connected = exchange, True
+        if self.snapshots is not None:
+            self.snapshots.exchange = exchange
 
     def reserve(self, nbytes: int) -> None:
         """Training starts: get shared memory for this many bytes ready, and a writer to take them.
@@ -252,6 +263,14 @@ class AsyncCheckpointIO(CheckpointIO):
                 )
             self._options_of[text] = plain_options(storage_options) or {}
         return self.place(path)
+
+    def _warn_if_no_snapshots(self) -> None:
+        if self.snapshots is not None and not self._connected:
+            self.snapshots = None
+            log.warning(
+                "AsyncCheckpointIO(snapshot_every_n_steps=...) takes no snapshots with this strategy, which tells a"
+                " plugin only of saves. Use ResilientFSDPStrategy, or leave it out."
+            )
 
     def _started(self) -> CheckpointEngine:
         if self._engine is None:
@@ -328,3 +347,11 @@ def _falls_back(on_damage: str) -> bool:
     if on_damage not in ("previous", "raise"):
         raise ConfigurationError(f'AsyncCheckpointIO(on_damage={on_damage!r}): "previous" or "raise"')
     return on_damage == "previous"
+
+
+def _interval(every: int | Literal["auto"] | None) -> int | Literal["auto"] | None:
+    if every is None or every == "auto" or (isinstance(every, int) and not isinstance(every, bool) and every >= 1):
+        return every
+    raise ConfigurationError(
+        f'AsyncCheckpointIO(snapshot_every_n_steps={every!r}): optimizer steps, 1 or more, "auto", or None for none'
+    )

@@ -38,13 +38,13 @@ from lightning_resilience.sharding.shard import (
     sharded_with,
 )
 from lightning_resilience.sharding.supported import Update
-from lightning_resilience.strategy_checkpoints import CheckpointingStrategy
+from lightning_resilience.strategy_snapshots import SnapshottingStrategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class ResilientFSDPStrategy(CheckpointingStrategy):
+class ResilientFSDPStrategy(SnapshottingStrategy):
     """Train with parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
     A LightningModule needs no change. One that calls `fully_shard` or tensor-parallel functions itself, in

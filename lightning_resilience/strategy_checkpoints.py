@@ -91,6 +91,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """As Lightning names them in a sharded checkpoint."""
         return {"state_dict": model, **{f"optimizer_{index}": item for index, item in enumerate(optimizers)}}
 
+    @property
+    def _as_shards(self) -> bool:
+        """Whether the state is asked for in the pieces of this rank."""
+        return self._save_distributed_checkpoint
+
     # --- save --------------------------------------------------------------------------------------------------
 
     @override
@@ -98,14 +103,14 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """References to the live shards, not copies; with ``state_dict_type="full"`` whole tensors on rank 0."""
         reshard_all(self._module)
         state = model_state(self._module)
-        return state if self._save_distributed_checkpoint else self._gathered(state)
+        return state if self._as_shards else self._gathered(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The same for an optimizer; never runs a step to find out what its state would be."""
         optimizer = _lightning.unwrapped(optimizer)
         state = optimizer_state(self._module, optimizer)
-        if self._save_distributed_checkpoint:
+        if self._as_shards:
             return state
         gathered = self._gathered(state)
         return by_number(gathered, self._module) if gathered else {}
@@ -184,13 +189,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         plugin.wait(checkpoint_path)
         self.barrier()
         chosen = choose(plugin.place(checkpoint_path), self._exchange, fall_back=fitting and plugin.fall_back)
-        reshard_all(self._module)
-        target = Target(
-            module=self._module,
-            optimizers=self.optimizers if fitting else (),
-            strict=self._module.strict_loading,
-            trust=plugin.trusts(weights_only),
-        )
+        target = self._target(plugin, weights_only, fitting)
         content = self._together(lambda: restore(chosen, target), LoadError)
         stash_rank_state(
             self._trainer, self._together(lambda: self._rank_state(chosen, content, target.trust), LoadError)
@@ -198,6 +197,15 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if fitting and chosen.path != plugin.place(checkpoint_path).path:
             _lightning.set_resumed_path(self._trainer, str(chosen))
         return content
+
+    def _target(self, plugin: AsyncCheckpointIO, weights_only: bool | None, fitting: bool) -> Target:
+        reshard_all(self._module)
+        return Target(
+            module=self._module,
+            optimizers=self.optimizers if fitting else (),
+            strict=self._module.strict_loading,
+            trust=plugin.trusts(weights_only),
+        )
 
     def _agreed_resume_path(self, path: str | None) -> str | None:
         """Rank 0's, which every rank must be able to follow."""

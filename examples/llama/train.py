@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -48,8 +49,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--deterministic", action="store_true", help="the same bits in every run on GPUs too")
     run.add_argument("--checkpoint-dir", default="runs/llama")
     run.add_argument("--checkpoint-every", type=int, default=20, help="steps between two checkpoints")
+    run.add_argument(
+        "--snapshot-every",
+        type=steps_or_auto,
+        help='steps between two snapshots in memory, or "auto"; else none',
+    )
     run.add_argument("--no-progress-bar", action="store_true")
     return parser.parse_args(arguments)
+
+
+def steps_or_auto(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 def build_trainer(options: argparse.Namespace) -> L.Trainer:
@@ -71,7 +81,7 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         strategy=ResilientFSDPStrategy(  # (1)
             activation_checkpointing_policy="auto" if options.activation_checkpointing else None
         ),
-        plugins=[AsyncCheckpointIO()],  # (2)
+        plugins=[AsyncCheckpointIO(snapshot_every_n_steps=options.snapshot_every)],  # (2)
         callbacks=[
             ModelCheckpoint(dirpath=folder, every_n_train_steps=options.checkpoint_every, save_top_k=-1),
             StepLog(str(folder / "steps.jsonl")),

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_resilience.checkpoint.attempts import live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
-from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, place_for
+from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, is_url, place_for
 from lightning_resilience.errors import (
     CheckpointError,
     ConfigurationError,
@@ -83,6 +83,7 @@ def newest_checkpoint(
     directory = place_for(dirpath, storage_options)
     if directory.is_file():
         raise ConfigurationError(f"newest_checkpoint({str(dirpath)!r}): that is a file, not a directory of checkpoints")
+    _asked.add(resolved(directory))
     _wait_for_writers(directory, wait_s)
     found = find(directory)
     for candidate in found:
@@ -92,6 +93,21 @@ def newest_checkpoint(
     if found:
         raise none_valid(directory, [candidate.fault for candidate in found])
     return None
+
+
+_asked: set[str] = set()
+"""Directories whose newest state somebody in this process wants to go on from."""
+
+
+def was_asked_for(directory: Place) -> bool:
+    """Whether :func:`newest_checkpoint` was called in this process for ``directory``, or for one that holds it."""
+    path = resolved(directory)
+    return any(path == asked or path.startswith(f"{asked.rstrip('/')}/") for asked in _asked)
+
+
+def resolved(place: Place) -> str:
+    """The path without links, to compare it with others."""
+    return place.path if is_url(place.path) else os.path.realpath(place.path)
 
 
 def find(directory: Place) -> list[Candidate]:

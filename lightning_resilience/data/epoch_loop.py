@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightning_resilience._lightning import (
     DataFetcher,
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from lightning_resilience.data.fit_loop import ResumableFitLoop, Resume
 
 
+class BatchListener(Protocol):
+    """Hears of batches, on the training thread. Set as ``epoch_loop.listener``, by the strategy."""
+
+    def batch_done(self) -> None:
+        """A batch has ended, with all its hooks; a validation that is due comes after this."""
+        ...
+
+    def pausing(self) -> None:
+        """Something else than the next batch comes: a validation, or the end of the epoch."""
+        ...
+
+
 class ResumableEpochLoop(TrainingEpochLoop):
     """Drop-in for Lightning's training epoch loop; belongs to a ``ResumableFitLoop``."""
 
@@ -34,6 +46,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
         self._rng_before_validation: RngState | None = None
         self._counts_before_validation: dict[str, int] | None = None
         self._plateau_metrics_unknown = False
+        self.listener: BatchListener | None = None
 
     # --- what a checkpoint needs to know
 
@@ -87,9 +100,13 @@ class ResumableEpochLoop(TrainingEpochLoop):
         """Train one batch."""
         self._fit_loop.note_first_fetch()
         super().advance(data_fetcher)
+        if self.listener is not None:
+            self.listener.batch_done()
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         """Validate if it is due, then end the batch."""
+        if self.listener is not None and (self.done or self._should_check_val_fx(data_fetcher)):
+            self.listener.pausing()
         if not self._skip_next_val and self._should_check_val_fx(data_fetcher):
             self._rng_before_validation = self._fit_loop.capture_rng()
             self._counts_before_validation = update_counts(self.trainer.lightning_module)

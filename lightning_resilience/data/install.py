@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_resilience._lightning import FitLoop, TrainingEpochLoop
-from lightning_resilience.data.epoch_loop import ResumableEpochLoop
+from lightning_resilience.data.epoch_loop import BatchListener, ResumableEpochLoop
 from lightning_resilience.data.fit_loop import ResumableFitLoop
 from lightning_resilience.errors import ConfigurationError
 
@@ -62,3 +62,16 @@ def stash_rank_state(trainer: Trainer, state: dict[str, Any] | None) -> None:
         state: a value from :func:`capture_rank_state`, or None if the checkpoint has none.
     """
     installed_loop(trainer).stash_rank_state(state)
+
+
+def listen(trainer: Trainer, listener: BatchListener | None) -> None:
+    """Tell ``listener`` of every batch from now on; None ends it. :func:`install` was called before."""
+    installed_loop(trainer).epoch_loop.listener = listener
+
+
+def mark_not_validated(checkpoint: dict[str, Any]) -> None:
+    """Say in a checkpoint that was made when a batch had ended that its validation, if one is due, is still to come.
+
+    Lightning's counters cannot tell: those of an earlier validation that ended stay as they are.
+    """
+    checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["is_last_batch"] = False

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.tensor import DTensor
 
@@ -71,3 +72,9 @@ def test_the_interval_of_a_model_checkpoint() -> None:
     assert _lightning.last_saved_step(callback) == 0
     assert "self._every_n_train_steps" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
     assert "self._last_global_step_saved = trainer.global_step" in inspect.getsource(ModelCheckpoint._save_checkpoint)
+
+
+def test_lightning_still_makes_a_checkpoint_without_saving_it() -> None:
+    parameters = inspect.signature(_CheckpointConnector.dump_checkpoint).parameters
+    assert list(parameters) == ["self", "weights_only"]
+    assert "_ckpt_path" in vars(_CheckpointConnector(mock.Mock()))

@@ -25,6 +25,7 @@ from lightning_resilience._lightning import (
     mark_epoch_begun,
     result_metric,
 )
+from lightning_resilience.data import mark_not_validated
 from lightning_resilience.data.epoch_metrics import _OPTIONS
 
 
@@ -134,3 +135,14 @@ def test_sampler_epoch_is_set_through_the_batch_sampler() -> None:
 
     _set_sampler_epoch(Loader(), 3)
     assert Loader.sampler.epoch == 3
+
+
+def test_a_checkpoint_says_where_its_newest_validation_stands() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    progress.is_last_batch = True
+    checkpoint = {"loops": {"fit_loop": trainer.fit_loop.state_dict()}}
+    assert checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["is_last_batch"]
+    mark_not_validated(checkpoint)
+    assert not checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["is_last_batch"]
+    assert progress.is_last_batch, "the running trainer is left alone"

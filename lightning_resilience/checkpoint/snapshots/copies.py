@@ -58,7 +58,10 @@ class CudaLane:
 
     def is_done(self) -> bool:
         """See :class:`Lane`."""
-        return bool(self._done.query())  # type: ignore[no-untyped-call]
+        try:
+            return bool(self._done.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # the device has failed for good: it never will be
+            return False
 
     def wait(self) -> None:
         """See :class:`Lane`."""
@@ -103,6 +106,10 @@ class Copies:
         """To be called before an optimizer update is queued: it waits for the copies."""
         for lane in self._running:
             lane.hold_back()
+
+    def anew(self) -> Copies:
+        """Another one of the same kind."""
+        return Copies(self._make_lane, self._can_overlap)
 
     def are_done(self) -> bool:
         """Whether everything is there."""

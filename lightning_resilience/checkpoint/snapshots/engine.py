@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -36,6 +35,7 @@ from lightning_resilience.checkpoint.snapshots.pace import Measured, Pace
 from lightning_resilience.checkpoint.snapshots.points import Restored, State
 from lightning_resilience.checkpoint.snapshots.run import Run
 from lightning_resilience.checkpoint.staging import Slot, leaves_by_kind, local_part
+from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import LoadError
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Snapshots:
         self._outgrown: SnapshotFile | None = None
         self._pending: _Pending | None = None
         self._layouts: dict[int, tuple[ShardLayout, bytes]] = {}
+        self._left: object = None
 
     # --- a start -----------------------------------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class Snapshots:
 
     def load(self, step: int, target: Target) -> Restored:
         """See :class:`RestorePoints`."""
+        self._settle_if_done()
         for file, slot, snapshot in self._usable():
             if snapshot.step == step:
                 return _load(file, slot, snapshot, target)
@@ -237,14 +239,20 @@ class Snapshots:
             self._outgrown = None
 
     def _release(self, keep: bool) -> None:
-        """After a fault the device may never finish a copy: its slot is void, and stays so."""
-        if not keep or self._copies.are_done():
-            self._settle()
-        self._pending = None
-        for file in (self._file, self._outgrown):
-            if file is not None:
-                file.close(keep)
-        self._file = self._outgrown = None
+        if keep and not self._copies.are_done():
+            self._abandon()
+            return
+        self._settle()
+        self._drop_outgrown()
+        if self._file is not None:
+            self._file.close(keep)
+        self._file = None
+
+    def _abandon(self) -> None:
+        """After a fault a device may never finish its copy, or do so later: leave it the memory. The slot is void."""
+        self._left = (self._file, self._outgrown, self._copies)
+        self._file = self._outgrown = self._pending = None
+        self._copies = self._copies.anew()
 
     def _note(self, step: int, stall_s: float) -> None:
         self._pace.taken(stall_s)
@@ -279,6 +287,6 @@ def _pairs(slot: Slot, layout: ShardLayout, state: State) -> tuple[list[Pair], l
 def _load(file: SnapshotFile, slot: Slot, snapshot: Snapshot, target: Target) -> Restored:
     parts = {name: file.part(slot, part) for name, part in snapshot.parts.items()}
     label = f"the snapshot of step {snapshot.step} in {file.path}"
-    restore_pieces(SnapshotReader(slot, snapshot, parts), Path(file.path), target)
+    restore_pieces(SnapshotReader(slot, snapshot, parts), place_for(file.path), target)
     content = load_archive(io.BytesIO(parts[META]), label, target.trust)
     return Restored(content, load_archive(io.BytesIO(parts[RANK_STATE]), label, target.trust))
