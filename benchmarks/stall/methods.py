@@ -215,9 +215,9 @@ class Nvrx:
 class Ours:
     """The checkpoint engine, set up as the strategy does: memory when ``fit`` starts, the plan after the first step."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, options: EngineOptions | None = None) -> None:
         self._state = state
-        self._engine = CheckpointEngine(EngineOptions(), GroupExchange(dist.new_group(backend="gloo")))
+        self._engine = CheckpointEngine(options or EngineOptions(), GroupExchange(dist.new_group(backend="gloo")))
         self._engine.reserve(size_of(state))
         self._engine.prepare(state)
         self._files = {"meta.pt": bytes(10_000)} if dist.get_rank() == 0 else {}
@@ -234,6 +234,10 @@ class Ours:
         if report.error:
             raise RuntimeError(report.error)
         return None if report.durable_s is None else self._began + report.durable_s
+
+    def outcomes(self) -> list[str]:
+        """What became of every save, oldest first."""
+        return [report.outcome for report in self._engine.history]
 
     def close(self) -> None:
         """Free the arena, end the writer."""
