@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -88,6 +89,16 @@ def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.T
     """
     if destinations:
         torch._foreach_copy_(list(destinations), list(sources), non_blocking=non_blocking)
+
+
+def hollow(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without memory that ``torch.save`` can write under ``skip_data(materialize_fake_tensors=True)``.
+
+    ``FakeTensorMode`` (torch 2.0 on) is what the documentation of ``torch.serialization.skip_data`` tells to use; its
+    module has a private name.
+    """
+    with FakeTensorMode():
+        return torch.empty(tuple(shape), dtype=dtype)
 
 
 def cuda_in_use() -> bool:

@@ -137,7 +137,7 @@ def with_predecessors(place: Place) -> list[Candidate]:
     there = place.stat()
     if there is None:
         raise LoadError(f"there is no checkpoint at {place}")
-    if there.is_directory and not _is_checkpoint_directory(place):
+    if there.is_directory and not is_checkpoint_directory(place):
         if found := find(place):
             return found
         raise LoadError(f"{place} is neither a checkpoint nor a directory that holds one")
@@ -194,7 +194,8 @@ def _check_stock(place: Place) -> None:
             raise DamagedCheckpointError(f"{place / name} is missing: the save was not finished")
 
 
-def _is_checkpoint_directory(place: Place) -> bool:
+def is_checkpoint_directory(place: Place) -> bool:
+    """Whether a directory is one checkpoint, rather than holding several."""
     return place.name.endswith(_SUFFIX) or any((place / name).exists() for name in (MANIFEST, METADATA, META))
 
 
@@ -204,7 +205,7 @@ def _may_be_checkpoint(place: Place, entry: Entry) -> bool:
         return False
     if entry.name.startswith("."):
         return entry.name.endswith(REPLACED)
-    return _is_checkpoint_directory(place) if entry.is_directory else entry.name.endswith(_SUFFIX)
+    return is_checkpoint_directory(place) if entry.is_directory else entry.name.endswith(_SUFFIX)
 
 
 def _wait_for_writers(directory: Place, wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:

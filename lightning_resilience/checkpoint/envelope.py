@@ -32,7 +32,7 @@ class Envelope:
 @functools.lru_cache(maxsize=4096)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     """The envelope of a contiguous tensor; about 0.4 ms, so it is remembered."""
-    recorder = _Recorder()
+    recorder = Recorder()
     tensor = torch.empty(shape, dtype=dtype)  # never touched, so no memory is used
     with torch.serialization.skip_data(), without_crc():
         torch.save(tensor, recorder)  # type: ignore[arg-type]  # writes and seeks is all it does
@@ -58,22 +58,33 @@ def without_crc() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _Recorder:
-    """A file that remembers what is written and where a seek left a hole."""
+class Recorder:
+    """A file that remembers what is written and where a seek left a hole.
+
+    Attributes:
+        holes: Length of each hole in bytes; the bytes between two holes are the parts.
+    """
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = [b""]
+        self._parts: list[bytearray] = [bytearray()]
+        self.holes: list[int] = []
+
+    @property
+    def parts(self) -> list[bytes]:
+        """What was written, one more than there are holes."""
+        return [bytes(part) for part in self._parts]
 
     def write(self, data: bytes) -> int:
-        self._parts[-1] += bytes(data)
+        self._parts[-1] += data
         return len(data)
 
     def seek(self, offset: int, whence: int) -> None:
-        self._parts.append(b"")
+        self._parts.append(bytearray())
+        self.holes.append(offset)
 
     def flush(self) -> None:
         """Nothing is buffered."""
 
     def around_hole(self) -> tuple[bytes, bytes]:
-        before, *after = self._parts
+        before, *after = self.parts
         return before, b"".join(after)
