@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from lightning_resilience._torch import hollow
-from lightning_resilience.checkpoint.contents import MODEL, OPTIMIZERS, Contents, TensorEntry, Way, nested
+from lightning_resilience.checkpoint.contents import MODEL, OPTIMIZERS, Contents, TensorEntry, Way, is_plain, nested
 from lightning_resilience.checkpoint.envelope import Recorder, without_crc
 from lightning_resilience.checkpoint.manifest import seal_tail
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
@@ -197,15 +197,15 @@ def _archive_around(content: Mapping[str, Any]) -> tuple[list[bytes], list[Any]]
     filled = [leaf for leaf in leaves if leaf.nbytes]
     if [leaf.nbytes for leaf in filled] != recorder.holes:
         raise SaveError(
-            "the checkpoint has tensors inside of objects that are not dictionaries or lists, which cannot be copied"
-            " one by one: pass --weights-only, or write .safetensors"
+            "the checkpoint has tensors that cannot be copied one by one: sparse, quantized, or inside of objects that"
+            " are not dictionaries or lists. Write .safetensors, which takes the others"
         )
     return recorder.parts, filled
 
 
 def _hollowed(value: Any, leaves: list[Any]) -> Any:
     """The same structure with tensors that have no memory, each of its own; in the order in which pickle walks."""
-    if isinstance(value, (TensorEntry, torch.Tensor)):
+    if isinstance(value, TensorEntry) or is_plain(value):
         leaves.append(value)
         return hollow(value.shape, value.dtype)
     if type(value) in (dict, OrderedDict):
@@ -223,7 +223,7 @@ def _data(contents: Contents, way: Way, entry: TensorEntry) -> memoryview:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

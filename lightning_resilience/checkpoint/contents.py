@@ -52,8 +52,13 @@ class Contents(Protocol):
         """All tensors of the model and the optimizers, in the order in which they are best read."""
         ...
 
+    @property
+    def others(self) -> list[Way]:
+        """What else the state of the model and the optimizers has: values, and tensors that are not plain."""
+        ...
+
     def values(self, trust: bool) -> dict[Way, Any]:
-        """What else the state of the model and the optimizers has."""
+        """The others, loaded."""
         ...
 
     def rest(self, trust: bool) -> dict[str, Any]:
@@ -99,13 +104,17 @@ class ShardedContents:
             if isinstance(entry := self._metadata.state_dict_metadata[name], TensorStorageMetadata)
         }
 
+    @property
+    def others(self) -> list[Way]:
+        """See :class:`Contents`."""
+        return [way for way in self._names if way not in self.tensors]
+
     def values(self, trust: bool) -> dict[Way, Any]:
         """See :class:`Contents`."""
         label = f"{self._listed.place} ({{}})"
         return {
             way: load_archive(io.BytesIO(self._bytes(MetadataIndex(name))), label.format(name), trust)
-            for way, name in self._names.items()
-            if way not in self.tensors
+            for way, name in ((way, self._names[way]) for way in self.others)
         }
 
     def rest(self, trust: bool) -> dict[str, Any]:
@@ -184,11 +193,16 @@ class FileContents:
             raise DamagedCheckpointError(f"{path} holds no checkpoint of Lightning: there is no {MODEL!r} in it")
         self._rest = {str(key): value for key, value in content.items() if key not in (MODEL, OPTIMIZERS)}
         leaves = dict(leaves_of({key: content[key] for key in (MODEL, OPTIMIZERS) if key in content}))
-        self._tensors = {way: value for way, value in leaves.items() if isinstance(value, torch.Tensor)}
+        self._tensors = {way: value for way, value in leaves.items() if is_plain(value)}
         self._values = {way: value for way, value in leaves.items() if way not in self._tensors}
         self.tensors: dict[Way, TensorEntry] = {
             way: TensorEntry(tuple(value.shape), value.dtype) for way, value in self._tensors.items()
         }
+
+    @property
+    def others(self) -> list[Way]:
+        """See :class:`Contents`."""
+        return list(self._values)
 
     def values(self, trust: bool) -> dict[Way, Any]:
         """See :class:`Contents`."""
@@ -204,6 +218,13 @@ class FileContents:
 
     def finish(self) -> None:
         """Nothing is left to compare: the file was checked as a whole before it was mapped."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose data is one row of numbers: not sparse, quantized or of a class of its own."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized
+    )
 
 
 def leaves_of(value: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:

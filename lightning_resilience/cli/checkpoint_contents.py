@@ -171,6 +171,7 @@ def consolidate(
     with _opened(listed, trust, proven=True) as contents:
         tensors = selected(contents, prefix, optimizers=path.suffix != ".safetensors" and not weights_only)
         total = bytes_to_write(tensors)
+        left_out = [str(way[1]) for way in contents.others if way[0] == MODEL and path.suffix == ".safetensors"]
         with output.progress(f"writing {path.name}", total) as advance:
             if path.suffix == ".safetensors":
                 write_safetensors(path, contents, prefix, force=force, advance=advance)
@@ -188,17 +189,12 @@ def consolidate(
                 )
     size = path.stat().st_size
     if as_json:
-        output.show_json(
-            {
-                "path": str(listed.place),
-                "output": str(path),
-                "step": listed.step,
-                "tensors": len(tensors),
-                "bytes": size,
-            }
-        )
+        made = {"output": str(path), "tensors": len(tensors), "bytes": size, "left_out": left_out}
+        output.show_json({"path": str(listed.place), "step": listed.step, **made})
         return
     output.say(f"{listed.place} (step {listed.step}) -> {path}: {len(tensors)} tensors, {output.size(size)}")
+    if left_out:
+        output.say(f"left out, as they are no plain tensors: {', '.join(left_out)}")
     if listed.proof is None:
         output.say("it had no checksums: another tool wrote it")
 

@@ -52,6 +52,7 @@ def runs(tmp_path: Path, engine: CheckpointEngine) -> Path:
     for step in STEPS:
         files = {"meta.pt": archive(meta(step, hyper_parameters={"width": 30})), "rank_0.pt": archive({})}
         engine.save_sharded(str(folder / f"step={step}.ckpt"), step, state(step), files)
+        engine.wait()  # or a newer one would take the place of one that waits
     engine.close()
     return folder
 

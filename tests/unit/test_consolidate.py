@@ -15,7 +15,12 @@ from lightning_resilience.checkpoint.consolidate import appearing, write_checkpo
 from lightning_resilience.checkpoint.contents import FileContents, leaves_of, nested
 from lightning_resilience.checkpoint.manifest import read_seal
 from lightning_resilience.checkpoint.storage import place_for
-from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, UntrustedCheckpointError
+from lightning_resilience.errors import (
+    ConfigurationError,
+    MismatchedCheckpointError,
+    SaveError,
+    UntrustedCheckpointError,
+)
 
 
 class Hyper:
@@ -165,3 +170,16 @@ def test_nesting_is_undone_and_done_again() -> None:
     states = nested(dict(leaves_of({"optimizer_states": value["optimizer_states"]})))["optimizer_states"]
     assert list(states[0]["state"]) == [0, 1]
     assert isinstance(states[0]["param_groups"], list)
+
+
+def test_tensors_that_are_not_plain_are_left_out_or_refused_never_emptied(tmp_path: Path) -> None:
+    odd = {"plain": torch.ones(2), "complex": torch.tensor([1 + 2j]).conj(), "sparse": torch.eye(3).to_sparse()}
+    contents = FileContents(saved(tmp_path, {"state_dict": odd}), trust=False)
+    assert contents.others == [("state_dict", "sparse")]
+    write_safetensors(tmp_path / "a.safetensors", contents)
+    found = load_file(tmp_path / "a.safetensors")
+    assert torch.equal(found["complex"], torch.tensor([1 - 2j]))
+    assert sorted(found) == ["complex", "plain"]
+    with pytest.raises(SaveError, match="sparse"):
+        write_checkpoint(tmp_path / "a.ckpt", contents)
+    assert not (tmp_path / "a.ckpt").exists()
