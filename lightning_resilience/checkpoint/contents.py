@@ -193,7 +193,7 @@ class FileContents:
             raise DamagedCheckpointError(f"{path} holds no checkpoint of Lightning: there is no {MODEL!r} in it")
         self._rest = {str(key): value for key, value in content.items() if key not in (MODEL, OPTIMIZERS)}
         leaves = dict(leaves_of({key: content[key] for key in (MODEL, OPTIMIZERS) if key in content}))
-        self._tensors = {way: value for way, value in leaves.items() if is_plain(value)}
+        self._tensors: dict[Way, torch.Tensor] = {way: value for way, value in leaves.items() if is_plain(value)}
         self._values = {way: value for way, value in leaves.items() if way not in self._tensors}
         self.tensors: dict[Way, TensorEntry] = {
             way: TensorEntry(tuple(value.shape), value.dtype) for way, value in self._tensors.items()
