@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest
     from lightning_resilience.checkpoint_io import AsyncCheckpointIO
     from lightning_resilience.model_checkpoint import ResilientModelCheckpoint
+    from lightning_resilience.restart.policy import RestartPolicy
     from lightning_resilience.strategy import ResilientFSDPStrategy
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "KeepLatest": "lightning_resilience.checkpoint.retention",
     "ResilientFSDPStrategy": "lightning_resilience.strategy",
     "ResilientModelCheckpoint": "lightning_resilience.model_checkpoint",
+    "RestartPolicy": "lightning_resilience.restart.policy",
     "newest_checkpoint": "lightning_resilience.checkpoint.candidates",
 }
 
@@ -30,6 +32,7 @@ __all__ = [
     "KeepLatest",
     "ResilientFSDPStrategy",
     "ResilientModelCheckpoint",
+    "RestartPolicy",
     "newest_checkpoint",
 ]
 
@@ -38,7 +41,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOMES[name]), name)
-    if isinstance(found, type):  # whoever has one of our Trainer parts may also say strategy="resilient_fsdp"
+    if isinstance(found, type):  # whoever has one of our classes may also say strategy="resilient_fsdp"
         importlib.import_module(_HOMES["ResilientFSDPStrategy"])
     return found
 

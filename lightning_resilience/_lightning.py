@@ -17,12 +17,14 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
+from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -265,3 +267,68 @@ def set_save_interval(callback: ModelCheckpoint, steps: int) -> None:
 def last_saved_step(callback: ModelCheckpoint) -> int:
     """The step of the newest save of a `ModelCheckpoint` (`_last_global_step_saved`, 1.5 on)."""
     return callback._last_global_step_saved
+
+
+# --- in-process restart ------------------------------------------------------------------------------------
+# Lightning 2.6.6, as above: what the loops remember is spread over their attributes.
+
+
+def progress_trackers(loop: _Loop) -> list[Any]:
+    """All counters of a loop and its children, innermost last (`_BaseProgress`, 2.0 on)."""
+    found: list[Any] = []
+    for child in all_loops(loop):
+        for value in vars(child).values():
+            if isinstance(value, _BaseProgress):
+                found += _with_parts(value)
+    return found
+
+
+def _with_parts(progress: _BaseProgress) -> list[_BaseProgress]:
+    inner = (value for value in vars(progress).values() if isinstance(value, _BaseProgress))
+    return [progress, *(part for value in inner for part in _with_parts(value))]
+
+
+def all_loops(loop: _Loop) -> list[_Loop]:
+    """A loop and the loops inside it."""
+    inner = [child for value in vars(loop).values() if isinstance(value, _Loop) for child in all_loops(value)]
+    return [loop, *inner]
+
+
+def connector_attributes(trainer: Trainer) -> dict[str, Any]:
+    """What the logging code remembers: metrics for the progress bar, the loggers and the callbacks."""
+    return vars(trainer._logger_connector)
+
+
+def training_results(trainer: Trainer) -> ResultCollection:
+    """What was logged in the running epoch."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def evaluation_results(trainer: Trainer) -> ResultCollection:
+    """What was logged in validation."""
+    return trainer.fit_loop.epoch_loop.val_loop._results
+
+
+def is_lightning_class(cls: type) -> bool:
+    """Whether Lightning itself defines a class, so that its attributes are all there is to it."""
+    return cls.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
+def call_train_batch_end(trainer: Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """The hooks after a batch, in the order of `_TrainingEpochLoop.advance`."""
+    call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+    call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+    trainer._logger_connector.on_batch_end()
+
+
+def update_train_step_metrics(trainer: Trainer) -> None:
+    """Send what was logged in a step to the loggers."""
+    trainer._logger_connector.update_train_step_metrics()
+
+
+def abandon_evaluation(loop: _EvaluationLoop) -> None:
+    """End a validation that was interrupted: its loaders, and what it has gathered. The next one starts anew."""
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+    loop._logged_outputs = []

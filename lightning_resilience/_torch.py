@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.serialization import _get_layout
@@ -221,6 +222,59 @@ def has_unreduced_gradients(module: FSDPModule) -> bool:
     """Whether gradients sit in gathered copies although FSDP2 was asked to reduce them."""
     reducing = all(group.reduce_grads for group in parameter_groups(module))
     return reducing and any(gathered.grad is not None for _, gathered in gathered_pairs(module))
+
+
+def forget_interrupted_batch(model: Module) -> None:
+    """Bring FSDP2 to where it is before a forward, whatever it was doing. Local; parameters keep their values.
+
+    `FSDPModule.reset_iter_state` (torch 2.13) does much of this, but waits for collectives that never end; in earlier
+    versions there is nothing. Gradients that were not applied yet are dropped.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        _reset(state, _IDLE_STATE)
+        _reset(state._state_ctx, _IDLE_CONTEXT)
+        _reset(state._comm_ctx, _IDLE_COMMUNICATION)
+        for name in ("_modules_to_run_forward",):
+            getattr(state, name).clear()
+        for group in parameter_groups(module):
+            _reset(group, _IDLE_GROUP)
+            group._post_forward_indices.clear()
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.unsharded_accumulated_grad = None
+                if hasattr(fsdp_param, "_unsharded_param"):
+                    fsdp_param._unsharded_param.grad = None
+            group._to_sharded()
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+
+
+def _reset(owner: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if hasattr(owner, name):
+            setattr(owner, name, type(value)() if isinstance(value, (list, dict)) else value)
+
+
+_IDLE_STATE: dict[str, Any] = {"_training_state": TrainingState.IDLE}
+_IDLE_CONTEXT: dict[str, Any] = {"iter_forward_root": None, "post_backward_final_callback_queued": False}
+_IDLE_COMMUNICATION: dict[str, Any] = {
+    "all_gather_state": None,
+    "reduce_scatter_state": None,  # until torch 2.12
+    "reduce_scatter_states": [],
+    "_last_post_reduce_events": {},
+    "post_forward_order": [],
+}
+_IDLE_GROUP: dict[str, Any] = {
+    "_training_state": TrainingState.IDLE,
+    "_all_gather_result": None,
+    "_post_reduce_event": None,
+    "_reshard_after_forward_event": None,
+    "_partial_reduce_output": None,
+    "_all_reduce_state": None,
+}
 
 
 @contextmanager

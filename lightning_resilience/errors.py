@@ -3,6 +3,9 @@
     ResilienceError
     ├── ConfigurationError      an argument cannot work; change it
     ├── ShardingError           the model cannot be sharded as asked; change the model or the policy
+    ├── RestartError            training could not go on in this process after a fault; `__cause__` is the fault
+    │   ├── PeerFailed          another rank has a fault that is not retried; its own log says which
+    │   └── StateLost           the fault left a state that cannot be trusted, and there is no other
     └── CheckpointError         something about a checkpoint
         ├── SaveError           a save did not become durable; the training state is unharmed
         │   ├── ArenaError      not enough shared memory to stage the state
@@ -13,7 +16,10 @@
             ├── UntrustedCheckpointError  it holds pickled objects that were not allowed
             └── NoValidCheckpointError    checkpoints exist, none of them is valid
 
-The text of each says what happened, where, and what to do next.
+The text of each says what happened, where, and what to do next. Beside the tree stands one signal, which is no error
+and derives from `BaseException` so that `except Exception` lets it pass:
+
+    RestartSignal               another rank has a fault: leave `fit` for a moment, to restart together
 """
 
 from __future__ import annotations
@@ -29,6 +35,22 @@ class ConfigurationError(ResilienceError, ValueError):
 
 class ShardingError(ResilienceError):
     """The model cannot be sharded as asked."""
+
+
+class RestartError(ResilienceError):
+    """Training could not go on in this process after a fault."""
+
+
+class PeerFailed(RestartError):
+    """Another rank has a fault that is not retried."""
+
+
+class StateLost(RestartError):
+    """A fault left a state that cannot be trusted, and there is no other to go back to."""
+
+
+class RestartSignal(BaseException):
+    """Another rank has a fault. Raised in the thread that trains; code that catches it will meet it again."""
 
 
 class CheckpointError(ResilienceError):

@@ -7,7 +7,12 @@ by FSDP2, which gathers bfloat16 parameters and reduces float32 gradients, not b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -27,10 +32,21 @@ _WORKING = 'Use "32-true", "bf16-true" or "bf16-mixed".'
 class ShardedPrecision(Precision):
     """Everything in float32: `precision="32-true"`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_update: Callable[[], None] = _nothing
+        """Called when gradients are ready and clipped, just before an optimizer uses them."""
+
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """The data types FSDP2 is to use."""
         return MixedPrecisionPolicy()
+
+    @override
+    def _wrap_closure(self, model: LightningModule, optimizer: Steppable, closure: Callable[[], Any]) -> Any:
+        result = super()._wrap_closure(model, optimizer, closure)
+        self.before_update()
+        return result
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -45,7 +61,8 @@ class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):
     """Parameters, gradients and optimizer state in bfloat16: `precision="bf16-true"`."""
 
     def __init__(self) -> None:
-        super().__init__("bf16-true")
+        HalfPrecision.__init__(self, "bf16-true")
+        self.before_update = _nothing
 
 
 class ShardedMixedPrecision(ShardedPrecision):
@@ -57,6 +74,10 @@ class ShardedMixedPrecision(ShardedPrecision):
     @override
     def policy(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _nothing() -> None:
+    pass
 
 
 def sharded_precision(plugin: Precision) -> ShardedPrecision:

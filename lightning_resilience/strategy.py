@@ -18,14 +18,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_resilience import _lightning
+from lightning_resilience._torch_groups import Groups
 from lightning_resilience.errors import ConfigurationError, ShardingError
 from lightning_resilience.precision import ShardedPrecision, check_precision, sharded_precision
+from lightning_resilience.restart.policy import RestartPolicy
+from lightning_resilience.restart.timeouts import Section
 from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
 from lightning_resilience.sharding.mesh import Meshes, build_meshes, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
@@ -38,13 +42,16 @@ from lightning_resilience.sharding.shard import (
     sharded_with,
 )
 from lightning_resilience.sharding.supported import Update
-from lightning_resilience.strategy_snapshots import SnapshottingStrategy
+from lightning_resilience.strategy_restarts import RestartingStrategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class ResilientFSDPStrategy(SnapshottingStrategy):
+_DEFAULT_RESTARTS = RestartPolicy()
+
+
+class ResilientFSDPStrategy(RestartingStrategy):
     """Train with parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
     A LightningModule needs no change. One that calls `fully_shard` or tensor-parallel functions itself, in
@@ -70,6 +77,9 @@ class ResilientFSDPStrategy(SnapshottingStrategy):
         state_dict_type: "sharded" writes a directory with a part from each rank, "full" one file from rank 0.
         tensor_parallel_size: How many ranks share the computation of a layer; `configure_model` splits it.
         sync_module_states: Start all ranks from the values of rank 0. Turn off only if they are equal already.
+        restart: When `fit` restarts in the same process after a fault; None for never.
+        hang_timeout: After how long without progress, in seconds or as a timedelta, a step counts as a hang. It must
+            be longer than the first step takes. None to learn it: ten times the longest step, a minute at least.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -95,8 +105,12 @@ class ResilientFSDPStrategy(SnapshottingStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         tensor_parallel_size: int = 1,
         sync_module_states: bool = True,
+        restart: RestartPolicy | None = _DEFAULT_RESTARTS,
+        hang_timeout: timedelta | float | None = None,
     ) -> None:
         super().__init__(
+            restart=restart,
+            hang_timeout=hang_timeout,
             save_distributed_checkpoint=_is_sharded_type(state_dict_type),
             process_group_backend=process_group_backend,
             timeout=_duration(timeout),
@@ -164,6 +178,8 @@ class ResilientFSDPStrategy(SnapshottingStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._offloads:
             _lightning.move_optimizers(self.optimizers, self.root_device)
+        self.precision_plugin.before_update = self.before_update
+        self.guard_training()
 
     def _shard(self, module: LightningModule) -> None:
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
@@ -225,11 +241,13 @@ class ResilientFSDPStrategy(SnapshottingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.enter(Section.TRAIN_STEP)
         with self.precision_plugin.train_step_context():
             return self._run_step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.enter(Section.VALIDATION)
         with self.precision_plugin.val_step_context():
             return self._run_step("validation_step", *args, **kwargs)
 
@@ -284,6 +302,20 @@ class ResilientFSDPStrategy(SnapshottingStrategy):
         finally:
             for module in modules:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+    @override
+    def drop_interrupted_batch(self) -> None:
+        self._steps.reset()
+        super().drop_interrupted_batch()
+
+    @override
+    def use_groups(self, groups: Groups) -> None:
+        super().use_groups(groups)
+        self._mesh_group = dist.group.WORLD
+
+    @override
+    def _own_meshes(self) -> list[DeviceMesh]:
+        return [] if self._meshes is None else [self._meshes.job, self._meshes.sharding]
 
     # --- state ---------------------------------------------------------------------------------------------
 

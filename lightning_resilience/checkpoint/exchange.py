@@ -55,7 +55,7 @@ class GroupExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -71,7 +71,7 @@ class GroupExchange:
     def _gather(self, data: bytes, width: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         rows = [torch.empty(width, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=self._group)
+        dist.all_gather(rows, mine, group=self.group)
         return [row.numpy().tobytes() for row in rows]
 
 

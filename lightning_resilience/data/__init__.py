@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_resilience.data.install import capture_rank_state, install, listen, mark_not_validated, stash_rank_state
+from lightning_resilience.data.install import (
+    capture_rank_state,
+    install,
+    installed_loop,
+    listen,
+    mark_not_validated,
+    stash_rank_state,
+)
 
-__all__ = ["capture_rank_state", "install", "listen", "mark_not_validated", "stash_rank_state"]
+__all__ = ["capture_rank_state", "install", "installed_loop", "listen", "mark_not_validated", "stash_rank_state"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightning_resilience._lightning import (
@@ -9,9 +11,11 @@ from lightning_resilience._lightning import (
     ProcessedTracker,
     Progress,
     TrainingEpochLoop,
+    call_train_batch_end,
     current,
     mark_epoch_begun,
     total,
+    update_train_step_metrics,
 )
 from lightning_resilience.data.epoch_metrics import (
     EpochMetrics,
@@ -21,6 +25,7 @@ from lightning_resilience.data.epoch_metrics import (
 )
 from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint
 from lightning_resilience.data.rng import RngState
+from lightning_resilience.restart.timeouts import Section
 
 if TYPE_CHECKING:
     from lightning_resilience.data.fit_loop import ResumableFitLoop, Resume
@@ -38,6 +43,15 @@ class BatchListener(Protocol):
         ...
 
 
+@dataclass
+class Batch:
+    """The batch that is trained now, as the hooks at its end will get it."""
+
+    batch: Any
+    index: int
+    outputs: Any = None
+
+
 class ResumableEpochLoop(TrainingEpochLoop):
     """Drop-in for Lightning's training epoch loop; belongs to a ``ResumableFitLoop``."""
 
@@ -47,6 +61,9 @@ class ResumableEpochLoop(TrainingEpochLoop):
         self._counts_before_validation: dict[str, int] | None = None
         self._plateau_metrics_unknown = False
         self.listener: BatchListener | None = None
+        self.entering: Callable[[Section], None] = _nothing
+        self._batch: Batch | None = None
+        self._steps_before = 0
 
     # --- what a checkpoint needs to know
 
@@ -84,6 +101,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
 
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
         """Make the iterators of this epoch; after a resume, end the batch at which the run was interrupted."""
+        self._remember_outputs()
         resume = self._resume
         if resume is None:
             if self.trainer.current_epoch > 0 and not self.trainer.fit_loop.is_resuming:
@@ -99,9 +117,22 @@ class ResumableEpochLoop(TrainingEpochLoop):
     def advance(self, data_fetcher: DataFetcher) -> None:
         """Train one batch."""
         self._fit_loop.note_first_fetch()
+        self._steps_before = self.global_step
         super().advance(data_fetcher)
         if self.listener is not None:
             self.listener.batch_done()
+
+    def _on_before_fetch(self) -> None:
+        self.entering(Section.DATA_WAIT)
+        super()._on_before_fetch()
+
+    def _on_after_fetch(self) -> None:
+        super()._on_after_fetch()
+        self.entering(Section.HOOKS)
+
+    def note_batch(self, batch: Any, batch_idx: int) -> None:
+        """Remember the batch that is trained now, for the hooks at its end. Called by `on_train_batch_start`."""
+        self._batch = Batch(batch, batch_idx)
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         """Validate if it is due, then end the batch."""
@@ -112,14 +143,30 @@ class ResumableEpochLoop(TrainingEpochLoop):
             self._counts_before_validation = update_counts(self.trainer.lightning_module)
         super().on_advance_end(data_fetcher)
         self._rng_before_validation = self._counts_before_validation = None
+        self._batch = None
+        if self.global_step > self._steps_before:
+            self._fit_loop.commit(self._point(Remaining.NOTHING))
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Step the schedulers, except those that need a metric which the checkpoint did not bring along."""
+        """Step the schedulers, except those that need a metric which the checkpoint did not bring along.
+
+        Lightning calls this right after an update, before all else.
+        """
+        updated = interval == "step" and not update_plateau_schedulers and self.global_step > self._steps_before
+        if updated and self._resume is None and self._batch is not None:
+            self._fit_loop.commit(self._point(Remaining.BATCH_TAIL), self._batch)
         if not (update_plateau_schedulers and self._plateau_metrics_unknown):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _end_batch(self, resume: Resume, data_fetcher: DataFetcher) -> None:
         """Do what the interrupted run still had to do between its last batch and the next one."""
+        if resume.live:
+            if resume.batch is not None:
+                self._finish_batch(resume.batch)
+                if self.listener is not None:
+                    self.listener.batch_done()
+                self.on_advance_end(data_fetcher)
+            return
         if resume.point.batches > 0:
             mark_epoch_begun(self.trainer)
         if resume.saved.epoch_metrics is not None:
@@ -132,6 +179,39 @@ class ResumableEpochLoop(TrainingEpochLoop):
         self.on_advance_end(data_fetcher)
         self._plateau_metrics_unknown = False
 
+    def _finish_batch(self, done: Batch) -> None:
+        """What Lightning's `advance` does after the update of a batch."""
+        self._batch, self._steps_before = done, self.global_step - 1
+        self._results.batch = done.batch
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        call_train_batch_end(self.trainer, done.outputs, done.batch, done.index)
+        self.batch_progress.increment_completed()
+        update_train_step_metrics(self.trainer)
+
+    def _remember_outputs(self) -> None:
+        """Hooks at the batch end get what the step returned, and may have to be called again."""
+        for optimization in (self.automatic_optimization, self.manual_optimization):
+            if "run" not in vars(optimization):
+                vars(optimization)["run"] = self._remembering(optimization.run)
+
+    def _remembering(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def remembering(*args: Any, **kwargs: Any) -> Any:
+            outputs = run(*args, **kwargs)
+            if self._batch is not None:
+                self._batch.outputs = outputs
+            return outputs
+
+        return remembering
+
+    def _point(self, remaining: Remaining) -> ResumePoint:
+        """Here, in the epoch that is running."""
+        batches = current(self.batch_progress).processed
+        exhausted = self.batch_progress.is_last_batch or batches >= self._fit_loop.max_batches
+        epoch = current(self._fit_loop.epoch_progress).processed
+        return ResumePoint(epoch, True, batches, exhausted, remaining)
+
     @property
     def _fit_loop(self) -> ResumableFitLoop:
         return cast("ResumableFitLoop", self.trainer.fit_loop)
@@ -139,6 +219,10 @@ class ResumableEpochLoop(TrainingEpochLoop):
     @property
     def _resume(self) -> Resume | None:
         return self._fit_loop.resume
+
+
+def _nothing(section: Section) -> None:
+    pass
 
 
 def counts(tracker: ProcessedTracker) -> Counts:

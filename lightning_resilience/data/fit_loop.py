@@ -11,7 +11,7 @@ Without a checkpoint it does what Lightning's own loop does, in the same order. 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_resilience._lightning import (
     FitLoop,
     RestartStage,
+    abandon_evaluation,
     callback_metrics,
     clear_restarting,
     current,
@@ -29,7 +30,8 @@ from lightning_resilience._lightning import (
     sized_len,
     total,
 )
-from lightning_resilience.data.epoch_loop import ResumableEpochLoop, counts
+from lightning_resilience.data.commits import Commits
+from lightning_resilience.data.epoch_loop import Batch, ResumableEpochLoop, counts
 from lightning_resilience.data.fetcher import IdleLoader, LaggingFetcher, lagging_if_needed
 from lightning_resilience.data.position import ResumedLoader, begin_next_epoch, generators_of, is_stateful
 from lightning_resilience.data.rank_state import EpochStart, RankState, Restorable, restorable
@@ -37,13 +39,25 @@ from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoin
 from lightning_resilience.data.rng import RngState, capture_rng, restore_rng
 from lightning_resilience.errors import LoadError
 
+Guard = Callable[[Callable[[], None], Callable[[], None]], None]
+"""Runs its first argument, and after a fault that it recovers from its second."""
+
 
 @dataclass(frozen=True)
 class Resume:
-    """A resume in progress: from the start of ``run`` until its first batch."""
+    """A resume in progress: from the start of ``run`` until its first batch.
+
+    Attributes:
+        point: Where to go on.
+        saved: What this rank had saved for itself.
+        live: Whether it comes from a commit in memory, so that everything but the data is there already.
+        batch: The batch whose end is still to be done, if any.
+    """
 
     point: ResumePoint
     saved: Restorable
+    live: bool = False
+    batch: Batch | None = None
 
     @property
     def first_iterators_were_open(self) -> bool:
@@ -72,6 +86,9 @@ class ResumableFitLoop(FitLoop):
         self._epoch_start: EpochStart | None = None
         self._iterators_open = False
         self._advancing = False
+        self._entered = self._must_enter = False
+        self.commits: Commits | None = None
+        self.guard: Guard = _unguarded
 
     # --- checkpoint: out and in
 
@@ -117,11 +134,82 @@ class ResumableFitLoop(FitLoop):
                 self._begin_resume()
             elif not self._iterators_open:
                 self.open_epoch()
+        if self.skip:
+            return
+        self._commit_here(entered=False)
         try:
-            super().run()
+            self.guard(self._start, self._go_on)
         finally:
             self.resume = self._stashed = None
             self._advancing = False
+
+    def _start(self) -> None:
+        self.reset()
+        self.on_run_start()
+        self._train()
+
+    def _train(self) -> None:
+        """Epoch after epoch; what Lightning's ``run`` does after its start."""
+        while not self.done or self._must_enter:
+            self._must_enter = False
+            try:
+                self.on_advance_start()
+                self.advance()
+                self.on_advance_end()
+            except StopIteration:
+                break
+            finally:
+                self.on_iteration_done()
+        self._restarting = False
+        self.on_run_end()
+
+    # --- commits in memory
+
+    def commit(self, point: ResumePoint, batch: Batch | None = None) -> None:
+        """Remember this place, if somebody wants to come back to it."""
+        if self.commits is not None:
+            self.commits.take(Resume(point, self._live_state(), live=True, batch=batch))
+
+    def go_back(self, step: int, stage: int) -> None:
+        """Put back the state of a commit; the next run of the guarded part goes on from it."""
+        assert self.commits is not None
+        commit = self.commits.go_back(step, stage)
+        self.resume = commit.resume
+        self._entered = commit.entered
+        abandon_evaluation(self.epoch_loop.val_loop)
+        if self._combined_loader is not None:
+            self._close_iterators()
+
+    def stand_alone(self) -> None:
+        """Nobody recovers from faults any more."""
+        self.guard, self.commits = _unguarded, None
+
+    def _commit_here(self, *, entered: bool) -> None:
+        """Before an epoch; before the first one a resume from a checkpoint may be in progress."""
+        if self.commits is None:
+            return
+        if self.resume is not None:
+            self.commits.take(self.resume, entered=entered)
+        else:
+            here = ResumePoint(current(self.epoch_progress).processed)
+            self.commits.take(Resume(here, self._live_state(), live=True), entered=entered)
+
+    def _live_state(self) -> Restorable:
+        start = copy.copy(self._epoch_start)  # it is completed later
+        return Restorable(rng=self.capture_rng(), epoch_start=start, loaders=self._loader_states())
+
+    def _go_on(self) -> None:
+        """From the commit that was put back."""
+        if not self._entered:
+            self._start()
+            return
+        self._advancing = True
+        self._resuming_from_checkpoint = True
+        assert self.resume is not None
+        self._must_enter = self.resume.point.mid_epoch
+        if self._must_enter:
+            self._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+        self._train()
 
     def setup_data(self) -> None:
         """Prepare the loaders; make their iterators only if no checkpoint will say where to start."""
@@ -155,6 +243,8 @@ class ResumableFitLoop(FitLoop):
                 self._prepare_next_epoch(self.resume)
             self.restore_rng(self.resume.saved.rng)
             self._reload_as_before(self.resume)
+        if self.resume is None or not self.resume.live:
+            self._commit_here(entered=True)
         super().on_advance_start()
 
     def teardown(self) -> None:
@@ -188,7 +278,7 @@ class ResumableFitLoop(FitLoop):
             return
         if resume.point.exhausted:
             self._prepare_next_epoch(resume)
-            self._epoch_start = resume.saved.epoch_start
+            self._epoch_start = copy.copy(resume.saved.epoch_start)
         else:
             self._reopen_epoch(resume)
         self.restore_rng(resume.saved.rng)
@@ -206,7 +296,7 @@ class ResumableFitLoop(FitLoop):
         set_sampler_epoch(self._loaders, point.epoch)
         self._iterate(loaders)
         self.restore_rng(start["first_fetch"] if start else None)
-        self._epoch_start = start or self._epoch_start
+        self._epoch_start = copy.copy(start) or self._epoch_start
         for loader in loaders:
             loader.skip()
 
@@ -319,6 +409,10 @@ class ResumableFitLoop(FitLoop):
         with _standing_in(self._combined_loader, loaders):
             iter(self._data_fetcher)
         self._iterators_open = True
+
+
+def _unguarded(first: Callable[[], None], again: Callable[[], None]) -> None:
+    first()
 
 
 @contextmanager

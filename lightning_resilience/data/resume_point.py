@@ -29,6 +29,8 @@ class Remaining(Enum):
     """Written in ``on_train_batch_end`` or inside the validation after it: validation, if it was due."""
     BATCH_END_VALIDATED = "batch_end_validated"
     """Written at the end of that validation: only what follows a validation."""
+    BATCH_TAIL = "batch_tail"
+    """Right after the update, which no checkpoint can be: schedulers, hooks at the batch end, then as `BATCH_END`."""
     EPOCH_END = "epoch_end"
     """Written in ``on_train_epoch_end``: schedulers that are stepped after that hook."""
 

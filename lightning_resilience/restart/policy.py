@@ -6,6 +6,7 @@ Every rank calls it with the same values and so comes to the same answer; nothin
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ _BROKEN_CONTEXT = (  # after these every later call into CUDA fails in the same 
     "hardware stack error",
     "context is destroyed",
 )
+_LONGEST_MESSAGE = 2000
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -43,6 +45,7 @@ class Fault:
         section: What the rank was doing.
         types: Full names of the exception's class and its bases, most special first; empty for other kinds.
         message: Text of the exception, or how the rank was found.
+        where: File, line and function, innermost last.
         at_s: When, in seconds of a clock that only goes forward.
     """
 
@@ -52,6 +55,7 @@ class Fault:
     section: str = ""
     types: tuple[str, ...] = ()
     message: str = ""
+    where: str = ""
     at_s: float = 0.0
 
     @property
@@ -75,7 +79,18 @@ class Fault:
 def exception_fault(error: BaseException, *, rank: int, step: int, section: str = "", at_s: float = 0.0) -> Fault:
     """The fault that this exception is."""
     types = tuple(_full_name(cls) for cls in type(error).__mro__ if cls is not object)
-    return Fault(kind="exception", rank=rank, step=step, section=section, types=types, message=str(error), at_s=at_s)
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    where = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+    return Fault(
+        kind="exception",
+        rank=rank,
+        step=step,
+        section=section,
+        types=types,
+        message=str(error)[:_LONGEST_MESSAGE],
+        where=where,
+        at_s=at_s,
+    )
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,12 @@ def average_gradients(parameters: set[Parameter], model: Module, mesh: DeviceMes
     A sum of gradients that starts with averaged ones may be averaged again: that part is equal on all ranks.
     So it also holds for several backwards before an update, and for the first one after `no_sync` ones.
     """
-    group, ranks = mesh[DATA_PARALLEL].get_group(), mesh[DATA_PARALLEL].size()
+    data_parallel = mesh[DATA_PARALLEL]
+    ranks = data_parallel.size()
 
     def average(parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.numel() > 0 and _reduces_gradients(model):
-            dist.all_reduce(parameter.grad, group=group)
+            dist.all_reduce(parameter.grad, group=data_parallel.get_group())  # not kept: a restart makes a new one
             parameter.grad.div_(ranks)
 
     for parameter in parameters:

@@ -52,6 +52,10 @@ class RootForward:
             result: _T = root("step")  # torch 2.11 on CUDA fails in a root called without any argument
         return result
 
+    def reset(self) -> None:
+        """Forget a step that was interrupted."""
+        self._running, self._untracked = None, []
+
     def before_backward(self, loss: Tensor) -> None:
         """Tell FSDP2 of a backward inside a step: only outputs of a finished forward would tell it.
 

@@ -17,6 +17,7 @@ def test_exports_exactly_the_public_names() -> None:
         "KeepLatest",
         "ResilientFSDPStrategy",
         "ResilientModelCheckpoint",
+        "RestartPolicy",
         "newest_checkpoint",
     ]
     for name in lightning_resilience.__all__:

@@ -1,0 +1,167 @@
+"""Remember plain values cheaply, so that they can be put back into the very objects that held them.
+
+Numbers and strings are kept as they are. Of lists, dictionaries and sets the contents are kept, of tensors and modules
+a copy; copies are shared between rememberings for as long as torch's version counter says that nothing was written.
+Anything else is kept by reference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+PutBack = Callable[[], Any]
+"""Puts a value back into its object and returns that object."""
+
+
+class Copies:
+    """Copies of tensors. A copy lives as long as somebody asks for it at every round."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._now: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> tuple[int, Tensor]:
+        """The version of a tensor, and a copy of it at that version."""
+        key = id(tensor)
+        entry = self._now.get(key) or self._last.get(key)
+        version = version_of(tensor)
+        if entry is None or entry[0] is not tensor or entry[1] != version or version < 0:
+            entry = (tensor, version, tensor.detach().clone())
+        self._now[key] = entry
+        return entry[1], entry[2]
+
+    def next_round(self) -> None:
+        """Forget what nobody has asked for since the last call."""
+        self._last, self._now = self._now, {}
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; -1 if torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def keep(value: Any, copies: Copies) -> PutBack:
+    """Remember `value` now."""
+    if isinstance(value, PLAIN):
+        return lambda: value
+    if isinstance(value, Tensor):
+        return keep_tensor(value, copies)
+    kind = type(value)
+    if kind is list:
+        return _keep_list(value, copies)
+    if kind is dict:
+        return keep_dict(value, copies)
+    if kind is set:
+        return _keep_set(value)
+    if kind is tuple:
+        parts = [keep(item, copies) for item in value]
+        return lambda: _same_tuple(value, [part() for part in parts])
+    if isinstance(value, nn.Module):
+        return _keep_module(value, copies)
+    return lambda: value
+
+
+def keep_tensor(tensor: Tensor, copies: Copies, *, counted: bool = True) -> PutBack:
+    """Remember the contents of a tensor.
+
+    Args:
+        tensor: May be written to later.
+        copies: Where a copy comes from.
+        counted: Whether torch counts what is written to it; kernels of batch normalization do not say that they write.
+    """
+    version, copy = copies.of(tensor) if counted else (-1, tensor.detach().clone())
+
+    def put_back() -> Tensor:
+        if version < 0 or version_of(tensor) != version:
+            with torch.no_grad():
+                tensor.copy_(copy)
+        return tensor
+
+    return put_back
+
+
+def keep_dict(table: dict[Any, Any], copies: Copies, leave: Iterable[Any] = ()) -> PutBack:
+    """Remember the contents of a dictionary, and of what is in it.
+
+    Args:
+        table: A dictionary, for instance an object's attributes.
+        copies: Where copies of tensors come from.
+        leave: Keys that are not touched.
+    """
+    left = set(leave)
+    plain = {key: value for key, value in table.items() if isinstance(value, PLAIN)}
+    rest = {key: keep(value, copies) for key, value in table.items() if key not in plain and key not in left}
+
+    def put_back() -> dict[Any, Any]:
+        for key in [key for key in table if key not in plain and key not in rest and key not in left]:
+            del table[key]
+        for key, value in plain.items():
+            if key not in left:
+                table[key] = value
+        for key, part in rest.items():
+            table[key] = part()
+        return table
+
+    return put_back
+
+
+def keep_uncounted(table: dict[str, Tensor | None]) -> PutBack:
+    """Remember tensors that are written to without torch's counting it."""
+    copies = Copies()
+    parts = {
+        name: (lambda: None) if tensor is None else keep_tensor(tensor, copies, counted=False)
+        for name, tensor in table.items()
+    }
+    return lambda: table.update({name: part() for name, part in parts.items()})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `keep` remembers all of a value, rather than only which object it is."""
+    if type(value) in (list, tuple, set):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, value.values()))
+    return isinstance(value, (*PLAIN, Tensor, nn.Module))
+
+
+def _keep_list(items: list[Any], copies: Copies) -> PutBack:
+    parts = [keep(item, copies) for item in items]
+
+    def put_back() -> list[Any]:
+        items[:] = [part() for part in parts]
+        return items
+
+    return put_back
+
+
+def _keep_set(items: set[Any]) -> PutBack:
+    content = frozenset(items)
+
+    def put_back() -> set[Any]:
+        items.clear()
+        items.update(content)
+        return items
+
+    return put_back
+
+
+def _keep_module(module: nn.Module, copies: Copies) -> PutBack:
+    parts = [keep_tensor(tensor, copies) for tensor in (*module.parameters(), *module.buffers())]
+
+    def put_back() -> nn.Module:
+        for part in parts:
+            part()
+        return module
+
+    return put_back
+
+
+def _same_tuple(original: Any, items: list[Any]) -> Any:
+    """The tuple itself if its items are the ones it had, which they are unless it was made anew."""
+    return original if all(a is b for a, b in zip(original, items, strict=True)) else tuple(items)

@@ -1,0 +1,82 @@
+"""What is to go wrong, as values that fit into JSON and YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_resilience.errors import ConfigurationError
+
+Kind = Literal["raise", "hang", "kill", "exit", "interrupt"]
+"""An exception; a sleep without end; SIGKILL; ``sys.exit(3)``; ``KeyboardInterrupt``."""
+
+Place = Literal[
+    "prepare_data",
+    "setup",
+    "fit_start",
+    "train_start",
+    "epoch_start",
+    "batch_start",
+    "forward",
+    "backward",
+    "before_update",
+    "update",
+    "batch_end",
+    "validation",
+    "validation_end",
+    "save",
+    "epoch_end",
+    "train_end",
+    "restart",
+]
+"""Where: ``forward`` and ``backward`` are in the middle of them, ``update`` is after parameters have changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFault:
+    """One fault.
+
+    Args:
+        kind: What happens.
+        place: Where in training.
+        rank: To whom.
+        step: After how many optimizer steps.
+        times: How often; each time training comes to the place again, until that is used up.
+        message: Of the exception.
+
+    Raises:
+        ConfigurationError: A value cannot work.
+    """
+
+    kind: Kind
+    place: Place
+    rank: int = 0
+    step: int = 0
+    times: int = 1
+    message: str = "made on purpose"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, get_args(Kind)), ("place", self.place, get_args(Place))):
+            if value not in known:
+                raise ConfigurationError(f"{name}={value!r} of a planned fault must be one of {', '.join(known)}.")
+
+
+class Plan:
+    """All faults of one run, as one rank sees them.
+
+    Args:
+        faults: In any order.
+        rank: Whose faults happen.
+    """
+
+    def __init__(self, faults: Iterable[PlannedFault], rank: int) -> None:
+        self._left = {fault: fault.times for fault in faults if fault.rank == rank}
+
+    def due(self, place: Place, step: int) -> PlannedFault | None:
+        """The fault that happens now, which is then used up."""
+        for fault, times in self._left.items():
+            if times and (fault.place, fault.step) == (place, step):
+                self._left[fault] = times - 1
+                return fault
+        return None

@@ -1,0 +1,62 @@
+"""End the collectives in which this rank is blocked.
+
+NCCL aborts communicators itself. gloo has no such call that works (``ProcessGroupGloo.abort`` does not wake a waiting
+thread, torch 2.13), but a collective fails at once when its connections end. Only connections that were made for
+groups are ended: listening sockets, the control store, and whatever else the process talks to stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from lightning_resilience import _torch_groups
+from lightning_resilience._torch_groups import Descriptor
+
+log = logging.getLogger(__name__)
+
+
+class Abortable(Protocol):
+    """A backend that can end its collectives by itself: ``ProcessGroupNCCL``. Called on a thread of its own."""
+
+    def abort(self) -> None:
+        """End all collectives; may block while others of the same device are not aborted too."""
+        ...
+
+
+def abort_groups(timeout_s: float) -> None:
+    """End all collectives of this process. Called by the monitor thread; may be called again.
+
+    Args:
+        timeout_s: How long backends may take.
+    """
+    backends = [b for group in _torch_groups.live_groups() for b in _torch_groups.device_backends(group)]
+    abort_backends([backend for backend in backends if _is_nccl(backend)], timeout_s)
+    cut_connections(_torch_groups.group_sockets(), _torch_groups.cut_socket)
+
+
+def abort_backends(backends: Sequence[Abortable], timeout_s: float) -> None:
+    """Abort all at the same time, as one may wait for another."""
+    threads = [threading.Thread(target=_abort, args=(item,), name="abort", daemon=True) for item in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+
+
+def cut_connections(sockets: Iterable[Descriptor], cut: Callable[[Descriptor], bool]) -> int:
+    """End connections; returns how many there were."""
+    return sum(cut(item) for item in sockets)
+
+
+def _abort(backend: Abortable) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:  # the edge of a thread: the restart finds out by its deadline if it matters
+        log.warning("a communicator could not be aborted: %s", error)
+
+
+def _is_nccl(backend: object) -> bool:
+    return type(backend).__name__ == "ProcessGroupNCCL"

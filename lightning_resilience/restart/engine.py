@@ -1,0 +1,435 @@
+"""The restart itself, on each rank: a guarded run, and what happens around a fault.
+
+Two threads take part. The *monitor* sleeps until a rank raises the alarm; then it ends this rank's collectives and
+brings the main thread out. The *main thread* runs the guarded function; when that is left by a fault, it meets the
+other ranks, makes the process groups again, lets the workload go back to its commit, and runs on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lightning_resilience._torch_groups import ClosedGroups, Groups
+from lightning_resilience.errors import PeerFailed, ResilienceError, RestartError, RestartSignal
+from lightning_resilience.events import EventLog
+from lightning_resilience.restart.abort import abort_groups
+from lightning_resilience.restart.control import Control, Generation
+from lightning_resilience.restart.events import GaveUp, Incident, Stuck
+from lightning_resilience.restart.fence import Fence
+from lightning_resilience.restart.interrupt import Interrupter
+from lightning_resilience.restart.meeting import Resumption, choose_resumption
+from lightning_resilience.restart.policy import Action, Fault, RestartInProcess, RestartPolicy, exception_fault
+from lightning_resilience.restart.reports import Report, Standing, in_words
+from lightning_resilience.restart.timeouts import Section, Timeouts
+from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE_STUCK = 85
+"""The process leaves with this code when its main thread cannot be brought out of what it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long each part of a restart may take, in seconds.
+
+    Attributes:
+        settle_s: For ranks that are a step behind to come up.
+        grace_s: For the main thread to leave by itself, as its collectives fail.
+        every_s: Between two interruptions.
+        abort_s: For the main thread to leave at all; then the process ends.
+        meeting_s: For all ranks to meet.
+    """
+
+    settle_s: float = 10.0
+    grace_s: float = 0.1
+    every_s: float = 0.05
+    abort_s: float = 60.0
+    meeting_s: float = 120.0
+
+
+class Workload(Protocol):
+    """What is restarted. All but `standing` and `whole` are called by the main thread, in this order."""
+
+    def standing(self) -> Standing:
+        """The newest commit. Called by any thread."""
+        ...
+
+    def whole(self) -> bool:
+        """Whether the state is surely not in the middle of an update. Called by any thread."""
+        ...
+
+    def stop(self) -> None:
+        """Drop what belongs to the interrupted batch. Local; collectives are not possible."""
+        ...
+
+    def use_groups(self, groups: Groups) -> None:
+        """Let everything that holds process groups hold the new ones."""
+        ...
+
+    def restore(self, resumption: Resumption) -> None:
+        """Go back to a state that all ranks have. Collectives are possible again.
+
+        Raises:
+            StateLost: There is none. On all ranks alike.
+        """
+        ...
+
+    def announce(self, incident: Incident) -> None:
+        """Tell whoever wants to know that training goes on."""
+        ...
+
+
+class RestartEngine:
+    """Owned by the strategy of one rank; lives for a `fit`.
+
+    Args:
+        control: The control store.
+        policy: Whether to go on.
+        workload: What is restarted.
+        fence: Around optimizer updates.
+        events: Where incidents go.
+        heart: Of this rank.
+        timeouts: For the watchdog.
+        generation: The first of the generations of this run; none of its keys were used before.
+        patience: How long things may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Control,
+        policy: RestartPolicy,
+        workload: Workload,
+        fence: Fence,
+        events: EventLog,
+        heart: Heart,
+        timeouts: Timeouts,
+        generation: int = 0,
+        patience: Patience | None = None,
+    ) -> None:
+        self._control = control
+        self._policy = policy
+        self._workload = workload
+        self._events = events
+        self._heart = heart
+        self._timeouts = timeouts
+        self._watched = control.another()
+        self._watchdog: Watchdog | None = None
+        self._patience = patience or Patience()
+        self._fence = fence
+        self._interrupter = Interrupter(may_interrupt=lambda: not fence.holds())
+        self._number = generation
+        self._closed: ClosedGroups | None = None
+        self._group_control: Control | None = None
+        self._earlier: list[Fault] = []
+        self._restarts = 0
+        self._training = False
+        self._section = Section.SETUP
+        self._advanced = threading.Condition()
+        self._monitor: Monitor | None = None
+
+    # --- life
+
+    def start(self) -> None:
+        """Begin to listen. Main thread."""
+        self._interrupter.install()
+        self._begin_generation()
+
+    def close(self) -> None:
+        """Stop to listen; other ranks are not told."""
+        if self._monitor is not None:
+            self._end_generation()
+            self._watched.disconnect()
+            self._monitor = None
+            self._interrupter.uninstall()
+            self._events.close()
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that runs."""
+        return self._number
+
+    # --- the guarded part
+
+    def guard(self, first: Callable[[], None], again: Callable[[], None]) -> None:
+        """Run `first`; after each fault that can be recovered from, `again`; until all ranks are through.
+
+        Raises:
+            RestartError: The fault of another rank ends the run.
+            BaseException: What `first` or `again` raised, if it is not retried or keeps coming back.
+        """
+        body = first
+        self._training = True
+        while True:
+            self._heart.enter(Section.HOOKS)
+            error = self._attempt(body)
+            if error is None:
+                return
+            self._section = self._heart.enter(Section.RESTORE)
+            self._recover(error)
+            body = again
+
+    def check(self) -> None:
+        """A good moment to be interrupted. Main thread, inside the guarded part.
+
+        Raises:
+            RestartSignal: Another rank has a fault.
+        """
+        self._interrupter.check()
+
+    def committed(self) -> None:
+        """A commit was made; whoever waits for this rank to come up looks again. Main thread."""
+        with self._advanced:
+            self._advanced.notify_all()
+        self._interrupter.check()
+
+    def _attempt(self, body: Callable[[], None]) -> BaseException | None:
+        """Run `body` to the end that all ranks come to together, or return what stopped it."""
+        try:
+            try:
+                self._interrupter.arm()
+                body()
+                self._leave_together()
+                self._interrupter.disarm()
+                return None
+            except BaseException as error:  # judged by the caller
+                self._interrupter.disarm()
+                return error
+        except RestartSignal as signal:  # while disarming
+            self._interrupter.disarm()
+            return signal
+
+    def _leave_together(self) -> None:
+        """A rank that is through may still be needed: the others may have to go back a little."""
+        generation = self._control.generation(self._number)
+        self._heart.enter(Section.WAITING)
+        generation.finish()
+        if generation.wait_for_alarm() is not None:
+            raise RestartSignal("another rank has a fault")
+
+    # --- the restart
+
+    def _recover(self, error: BaseException) -> None:
+        incident = Incident(number=self._restarts + 1, rank=self._control.rank)
+        while True:
+            fault = self._fault(error)
+            reports = self._meet(fault, incident)
+            self._decide(reports, error, incident)
+            self._number += 1
+            self._begin_generation()
+            try:
+                self._restore(choose_resumption(reports), incident)
+            except Exception as another:  # a restart of the restart
+                if isinstance(another, ResilienceError):
+                    raise
+                error = another
+                continue
+            break
+        self._restarts += 1
+        self._events.write(incident.restarted(self._number))
+        incident.tell()
+        self._workload.announce(incident)
+
+    def _fault(self, error: BaseException) -> Fault | None:
+        """This rank's own fault, if it has one; failing collectives after an alarm are none."""
+        if isinstance(error, RestartSignal) or (self._interrupter.requested and isinstance(error, Exception)):
+            return None
+        step, section = self._workload.standing().step, self._section.value
+        return exception_fault(error, rank=self._control.rank, step=step, section=section, at_s=time.monotonic())
+
+    def _meet(self, fault: Fault | None, incident: Incident) -> list[Report]:
+        generation = self._control.generation(self._number)
+        if fault is not None:
+            generation.raise_alarm(fault)
+        assert self._monitor is not None
+        alarm = self._monitor.wait_until_aborted(self._patience.abort_s)
+        incident.done("unblock")
+        self._workload.stop()
+        incident.done("reset")
+        report = Report(
+            rank=self._control.rank,
+            standing=self._workload.standing(),
+            whole=self._workload.whole(),
+            trained=self._training,
+            fault=fault or (alarm if alarm.rank == self._control.rank else None),
+        )
+        try:
+            reports = generation.report(report, self._patience.meeting_s)
+        except dist.DistError as error:
+            raise RestartError(
+                f"after {in_words(alarm)} not all ranks came together within {self._patience.meeting_s:.0f} s. A"
+                " process that was killed, or whose node is gone, cannot be brought back from inside the others."
+            ) from error
+        incident.done("meeting")
+        return reports
+
+    def _decide(self, reports: Sequence[Report], error: BaseException, incident: Incident) -> None:
+        incident.faults = [report.fault for report in reports if report.fault is not None]
+        action = self._action(incident.faults)
+        self._earlier += incident.faults
+        if isinstance(action, RestartInProcess):
+            return
+        self._events.write(GaveUp(faults=incident.faults, reason=action.reason))
+        log.error("no restart: %s", action.reason)
+        if isinstance(error, RestartSignal) or self._interrupter.requested:
+            raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
+        raise error
+
+    def _action(self, faults: Sequence[Fault]) -> Action:
+        """The most drastic that any of the faults asks for; nobody here can replace a process."""
+        actions = [self._policy.decide(fault, self._earlier) for fault in faults]
+        return next((action for action in actions if not isinstance(action, RestartInProcess)), RestartInProcess())
+
+    def _restore(self, resumption: Resumption, incident: Incident) -> None:
+        incident.resumption = resumption
+        if self._closed is None:
+            self._closed = ClosedGroups()
+        self._group_control = self._control.another()
+        groups = self._closed.make_again(self._group_control.store_for_groups(self._number))
+        self._workload.use_groups(groups)
+        self._closed = None
+        incident.done("rebuild")
+        self._workload.restore(resumption)
+        incident.done("restore")
+
+    # --- the monitor's side
+
+    def _begin_generation(self) -> None:
+        self._end_generation()
+        self._monitor = Monitor(self._control.another(), self._number, self._unblock)
+        self._monitor.start()
+        self._watchdog = Watchdog(
+            self._heart, self._timeouts, self._watched.generation(self._number), describe=self._hang
+        )
+        self._watchdog.start()
+
+    def _end_generation(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if self._monitor is not None:
+            self._monitor.close()
+
+    def _hang(self, message: str) -> Fault:
+        step, section = self._workload.standing().step, self._heart.beat.section
+        return Fault(
+            kind="hang",
+            rank=self._control.rank,
+            step=step,
+            section=section.value,
+            message=message,
+            where=_position(),
+            at_s=time.monotonic(),
+        )
+
+    def _unblock(self, generation: Generation, alarm: Fault) -> None:
+        """On the monitor's thread."""
+        self._settle(generation, alarm)
+        self._interrupter.request()
+        if self._group_control is not None:
+            self._group_control.disconnect()
+        abort_groups(self._patience.abort_s)
+        patience = self._patience
+        if not self._interrupter.deliver(
+            grace_s=patience.grace_s, every_s=patience.every_s, timeout_s=patience.abort_s
+        ):
+            self._leave_process(alarm)
+
+    def _settle(self, generation: Generation, alarm: Fault) -> None:
+        """Let ranks come up to the step of the others, while collectives still work.
+
+        A rank that has finished an update has taken part in all collectives before it, so a rank that has not can.
+        """
+        limit = self._patience.settle_s
+        try:
+            standings = generation.stand(self._workload.standing(), limit)
+            target = max(standing.step for standing in standings)
+            if all(standing.step == target for standing in standings):
+                return
+            with self._advanced:
+                self._advanced.wait_for(
+                    lambda: self._workload.standing().step >= target or self._interrupter.left, timeout=limit
+                )
+            generation.settle(limit)
+        except dist.DistError:  # a rank is gone; whether that matters shows when the ranks meet
+            log.warning("after %s not all ranks answered within %.0f s", in_words(alarm), limit)
+
+    def _leave_process(self, alarm: Fault) -> None:
+        log.critical(
+            "after %s the training thread could not be interrupted within %.0f s; this process leaves with code %d",
+            in_words(alarm),
+            self._patience.abort_s,
+            EXIT_CODE_STUCK,
+        )
+        self._events.write(Stuck(alarm=alarm, where=_position()))
+        self._events.close()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE_STUCK)
+
+
+def _position() -> str:
+    """Where the main thread is."""
+    return " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_thread_stack()[-3:])
+
+
+class Monitor:
+    """Waits for the alarm of one generation, on a thread and a connection of its own.
+
+    Args:
+        control: A connection that nobody else uses.
+        number: Of the generation.
+        unblock: What to do at an alarm.
+    """
+
+    def __init__(self, control: Control, number: int, unblock: Callable[[Generation, Fault], None]) -> None:
+        self._control = control
+        self._generation = control.generation(number)
+        self._unblock = unblock
+        self._thread = threading.Thread(target=self._run, name=f"lightning-resilience-monitor-{number}", daemon=True)
+        self._alarm: Fault | None = None
+        self._aborted = threading.Event()
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self._thread.start()
+
+    def wait_until_aborted(self, timeout_s: float) -> Fault:
+        """Until collectives have been ended after an alarm; returns the alarm.
+
+        Raises:
+            RestartError: The control store is gone, or the abort takes too long.
+        """
+        if not self._aborted.wait(timeout_s) or self._alarm is None:
+            raise RestartError(
+                "the control store does not answer: the process of rank 0, which serves it, is gone. Start the job"
+                " again; with a checkpoint it goes on from there."
+            )
+        return self._alarm
+
+    def close(self) -> None:
+        """End the thread."""
+        self._control.disconnect()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            alarm = self._generation.wait_for_alarm()
+            if alarm is not None:
+                self._alarm = alarm
+                self._unblock(self._generation, alarm)
+        except dist.DistError:  # the edge of the thread: closed, or the store is gone; `wait_until_aborted` tells
+            pass
+        except Exception:  # the edge of the thread: without it this rank would never hear of a fault again
+            log.exception("the thread that listens for faults has failed")
+        finally:
+            self._aborted.set()

@@ -1,0 +1,69 @@
+"""What ranks tell each other about a fault: frozen values, as JSON in the control store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_resilience.restart.policy import Fault
+
+
+def fault_to_json(fault: Fault) -> str:
+    """For the control store."""
+    return json.dumps(asdict(fault))
+
+
+def fault_from_json(text: str | bytes) -> Fault:
+    """The inverse."""
+    return _fault(json.loads(text))
+
+
+def _fault(fields: Mapping[str, Any]) -> Fault:
+    return Fault(**{**fields, "types": tuple(fields["types"])})
+
+
+def in_words(fault: Fault) -> str:
+    """What happened where and when, for a log line."""
+    place = f" ({fault.section})" if fault.section else ""
+    return f"{fault.kind} on rank {fault.rank} at step {fault.step}{place}: {fault.title}"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Standing:
+    """How far a rank's state is: `step` optimizer steps, and `stage` commits since the last one."""
+
+    step: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank says of itself when ranks meet.
+
+    Attributes:
+        rank: Who says it.
+        standing: Its newest commit.
+        whole: False when the fault may have cut an optimizer's update in two.
+        trained: Whether it was training, rather than setting up.
+        fault: Its own fault; None if it was only stopped by those of others.
+    """
+
+    rank: int
+    standing: Standing
+    whole: bool = True
+    trained: bool = True
+    fault: Fault | None = None
+
+    def to_json(self) -> str:
+        """For the control store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        """The inverse."""
+        fields: dict[str, Any] = json.loads(text)
+        fault: Mapping[str, Any] | None = fields.pop("fault")
+        standing = Standing(**fields.pop("standing"))
+        return cls(standing=standing, fault=None if fault is None else _fault(fault), **fields)

@@ -1,0 +1,263 @@
+"""What Lightning asks a strategy while it trains, translated for the restart engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_resilience import _torch_groups
+from lightning_resilience._torch import forget_interrupted_batch
+from lightning_resilience._torch_groups import Groups
+from lightning_resilience.checkpoint.exchange import GroupExchange
+from lightning_resilience.data import installed_loop
+from lightning_resilience.data.commits import Commits
+from lightning_resilience.data.fit_loop import ResumableFitLoop
+from lightning_resilience.errors import StateLost
+from lightning_resilience.events import FILE, EventLog
+from lightning_resilience.restart.control import Control, open_control
+from lightning_resilience.restart.engine import RestartEngine
+from lightning_resilience.restart.events import Incident
+from lightning_resilience.restart.fence import Fence
+from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, Resumption
+from lightning_resilience.restart.policy import RestartPolicy
+from lightning_resilience.restart.reports import Standing
+from lightning_resilience.restart.timeouts import Section, Timeouts, hang_seconds
+from lightning_resilience.restart.watchdog import Heart
+from lightning_resilience.strategy_snapshots import SnapshottingStrategy
+
+log = logging.getLogger(__name__)
+
+_FENCE_LIMIT_S = 10.0
+
+
+class RestartingStrategy(SnapshottingStrategy):
+    """The restart hooks of ``ResilientFSDPStrategy``; each is called on all ranks by the thread that trains.
+
+    Args:
+        restart: When to restart; None for never.
+        hang_timeout: How long a step may take; None to learn it.
+        options: For the strategies below.
+    """
+
+    def __init__(
+        self, *, restart: RestartPolicy | None, hang_timeout: timedelta | float | None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._timeouts = Timeouts(hang_seconds(hang_timeout))
+        self._heart = Heart(self._timeouts)
+        self.restart = restart
+        self._control: Control | None = None
+        self._engine: RestartEngine | None = None
+        self._generation = 0
+        self._stepped = False
+        self._fence = Fence(_FENCE_LIMIT_S)
+
+    # --- life
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Ours, around the one that Lightning would use, if any."""
+        super()._configure_launcher()
+        if self.restart is not None:
+            self._launcher = RestartLauncher(self, self._launcher)
+
+    @override
+    def _setup_distributed(self) -> None:
+        if self.restart is not None:
+            _torch_groups.watch_groups()
+        super()._setup_distributed()
+        if self.restart is not None and self._trainer.state.fn == TrainerFn.FITTING and self._engine is None:
+            self._engine = self._make_engine(self.restart)
+            self._engine.start()
+
+    def _make_engine(self, policy: RestartPolicy) -> RestartEngine:
+        if self._control is None:
+            assert self.cluster_environment is not None
+            first, host = _torch_groups.first_store(), self.cluster_environment.main_address
+            self._control = open_control(first, self.global_rank, self.world_size, host)
+        return RestartEngine(
+            control=self._control,
+            policy=policy,
+            workload=Training(self),
+            fence=self._fence,
+            heart=self._heart,
+            timeouts=self._timeouts,
+            events=EventLog(Path(self._trainer.default_root_dir) / FILE, rank=self.global_rank),
+            generation=self._generation,
+        )
+
+    def guard_training(self) -> None:
+        """From here until the end of training faults are recovered from. Called at the end of `setup`."""
+        if self._engine is None:
+            return
+        loop = installed_loop(self._trainer)
+        loop.guard = self._engine.guard
+        loop.commits = Commits(self._trainer, self._committed)
+        loop.epoch_loop.entering = self.enter
+        self._stepped = False
+
+    def end_restarts(self) -> None:
+        """`fit` is over, or has failed."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            self._generation = engine.generation + 1
+            loop = installed_loop(self._trainer)
+            loop.stand_alone()
+
+    # --- while training
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        installed_loop(self._trainer).epoch_loop.note_batch(batch, batch_idx)
+        if self._engine is not None:
+            self._engine.check()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def enter(self, section: Section) -> None:
+        """Say what is being done from now on."""
+        if section is Section.TRAIN_STEP and not self._stepped:
+            section = Section.FIRST_STEP
+        self._heart.enter(section)
+
+    def before_update(self) -> None:
+        """Gradients are ready. From here to the next commit an interruption must wait."""
+        self._fence.close()
+        self.enter(Section.OPTIMIZER)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        before = self._heart.enter(Section.CHECKPOINT)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._heart.enter(before)
+
+    def _committed(self) -> None:
+        if self._fence.closed:
+            self._stepped = True
+        self._fence.open()
+        self.enter(Section.HOOKS)
+        assert self._engine is not None
+        self._engine.committed()
+
+    # --- for the engine
+
+    def drop_interrupted_batch(self) -> None:
+        """Local: collectives are not possible."""
+        assert self.model is not None
+        forget_interrupted_batch(self.model)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def use_groups(self, groups: Groups) -> None:
+        """Replace process groups in everything known to hold them."""
+        module = self._module
+        meshes = [*self._own_meshes(), *_torch_groups.fsdp_meshes(module)]
+        _torch_groups.show_new_groups(groups, meshes, module)
+        if isinstance(self._exchange, GroupExchange):
+            self._exchange.group = groups[self._exchange.group]
+        for owner in (*module.modules(), *self._trainer.callbacks, self):  # type: ignore[attr-defined]  # in a connector
+            _torch_groups.replace_attributes(owner, groups)
+
+    def _own_meshes(self) -> Iterable[DeviceMesh]:
+        return ()
+
+
+class RestartLauncher(_Launcher):
+    """Starts processes as the launcher inside it does, and ends what the engine began when `fit` is over.
+
+    Args:
+        strategy: Whose launcher this is.
+        inner: The launcher that Lightning would use; None when the processes are there already.
+    """
+
+    def __init__(self, strategy: RestartingStrategy, inner: _Launcher | None) -> None:
+        self._strategy = strategy
+        self._inner = inner
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self._inner is not None and self._inner.is_interactive_compatible
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        run = partial(self._run, function)
+        if self._inner is None:
+            return run(*args, **kwargs)
+        return self._inner.launch(run, *args, trainer=trainer, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._strategy.end_restarts()
+
+    @override
+    def kill(self, signum: Any) -> None:
+        if self._inner is not None:
+            self._inner.kill(signum)
+
+
+class Training:
+    """The workload of the engine: training with Lightning.
+
+    Args:
+        strategy: Of the trainer.
+    """
+
+    def __init__(self, strategy: RestartingStrategy) -> None:
+        self._strategy = strategy
+
+    def standing(self) -> Standing:
+        """See :class:`lightning_resilience.restart.engine.Workload`, as for all below."""
+        commits = self._loop.commits
+        newest = None if commits is None else commits.newest
+        return Standing(step=0, stage=0) if newest is None else Standing(step=newest.step, stage=newest.stage)
+
+    def whole(self) -> bool:
+        """True outside updates."""
+        return not self._strategy._fence.closed
+
+    def stop(self) -> None:
+        """Forget the batch."""
+        self._strategy.drop_interrupted_batch()
+
+    def use_groups(self, groups: Groups) -> None:
+        """In meshes, in FSDP2, in the checkpoint engine, in attributes of modules and callbacks."""
+        self._strategy.use_groups(groups)
+
+    def restore(self, resumption: Resumption) -> None:
+        """Back to a commit."""
+        self._strategy._fence.open()
+        match resumption:
+            case FromCommit(standing=standing):
+                self._loop.go_back(standing.step, standing.stage)
+            case FromRestorePoint(reason=reason):
+                raise StateLost(
+                    f"{reason}, and there is no snapshot or checkpoint to go back to. Save checkpoints during training:"
+                    " Trainer(callbacks=[ModelCheckpoint(...)], plugins=[AsyncCheckpointIO()])."
+                )
+
+    def announce(self, incident: Incident) -> None:
+        """Call `on_restart(trainer, pl_module, incident)` of the callbacks and the module that have it."""
+        trainer = self._strategy._trainer
+        module = trainer.lightning_module
+        for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]  # in a connector
+            hook = getattr(owner, "on_restart", None)
+            if callable(hook):
+                hook(trainer, module, incident)
+
+    @property
+    def _loop(self) -> ResumableFitLoop:
+        return installed_loop(self._strategy._trainer)

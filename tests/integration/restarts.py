@@ -1,0 +1,303 @@
+"""Runs on each rank: fits in which faults happen, and everything that must be as if they had not.
+
+One process trains several times, so that a test pays for its start only once. Rank by rank a JSON file tells, of each
+fit: every logged value, a digest of weights, buffers and optimizer state, what callbacks and metrics hold at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy
+from lightning_resilience.faults.injector import FaultInjector
+from lightning_resilience.faults.plan import PlannedFault
+
+BATCHES, BATCH, WIDTH = 6, 2, 6
+HANG_TIMEOUT_S = 1.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One fit, as a test orders it.
+
+    Attributes:
+        name: Of the result.
+        faults: As fields of `PlannedFault`.
+        model: Name of a class here.
+        strategy: Arguments of the strategy.
+        trainer: Arguments of the trainer.
+        workers: Of the data loader.
+        saves: Whether checkpoints are written, and where.
+    """
+
+    name: str
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    model: str = "Net"
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    saves: str = ""
+
+
+class Net(L.LightningModule):
+    """Has one of everything that a restart must not forget: buffers, dropout, metrics, counters, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)) for _ in range(2)
+        )
+        self.last = nn.Linear(WIDTH, 2)
+        self.mean = MeanMetric()
+        self.validated = MeanMetric()
+        self.seen = 0
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.last(x).square().mean()
+        return out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
+        loss = self.loss(batch[0] + 0.01 * noise)
+        self.mean(loss)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("noise", noise, on_step=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("seen", float(self.seen))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", outputs["loss"].double() + batch[0].sum() + random.random())
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch[0]) + random.random()
+        self.validated(loss)
+        self.log("validated", self.validated)
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+        return [optimizer], [
+            {"scheduler": scheduler, "interval": "step"},
+            {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"},
+        ]
+
+
+class Manual(Net):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        heads = [*self.last.parameters()]
+        body = [p for name, p in self.named_parameters() if not name.startswith("last")]
+        return [torch.optim.SGD(body, lr=1e-2, momentum=0.9), torch.optim.AdamW(heads, lr=1e-2)]
+
+
+class Compiled(Net):
+    """Its blocks are compiled."""
+
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+class SelfSharded(Net):
+    """Calls `fully_shard` itself."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        for part in (*self.blocks, self):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class Average(L.Callback):
+    """Keeps a running average of the loss and of the weights: state that changes at every batch end."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.weights: dict[str, Tensor] = {}
+        self.history: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.value = 0.9 * self.value + 0.1 * outputs["loss"].item()
+        self.history.append(self.value)
+        for name, p in pl_module.named_parameters():
+            local = _local(p.detach())
+            if name in self.weights:
+                self.weights[name].lerp_(local, 0.1)
+            else:
+                self.weights[name] = local.clone()
+
+
+class Recorder(Logger):
+    """Keeps what is logged, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.finalized: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append((step or 0, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def finalize(self, status: str) -> None:
+        self.finalized.append(status)
+
+
+class Witness(L.Callback):
+    """Sees what must not happen, and what must."""
+
+    def __init__(self) -> None:
+        self.exceptions = 0
+        self.restarts: list[str] = []
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.exceptions += 1
+
+    def on_restart(self, trainer: L.Trainer, pl_module: L.LightningModule, incident: Any) -> None:
+        self.restarts = [*self.restarts, incident.cause]  # a new list, as a restart puts back the one it knows
+
+
+def data(batches: int) -> TensorDataset:
+    rank, generator = int(os.environ["RANK"]), torch.Generator().manual_seed(7)
+    rows = torch.randn(2 * BATCH * batches, 4, generator=generator)
+    return TensorDataset(rows[rank::2][: BATCH * batches])
+
+
+def loader(run: Run, batches: int, shuffle: bool) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(
+        data(batches), batch_size=BATCH, shuffle=shuffle, num_workers=run.workers, persistent_workers=run.workers > 0
+    )
+
+
+def fit(run: Run, folder: Path) -> dict[str, Any]:
+    L.seed_everything(3)
+    model: Net = globals()[run.model]()
+    recorder, average, witness = Recorder(), Average(), Witness()
+    stopping = EarlyStopping("val_loss", patience=3)
+    callbacks: list[L.Callback] = [average, witness, stopping, FaultInjector(PlannedFault(**f) for f in run.faults)]
+    if run.saves:
+        callbacks.append(ModelCheckpoint(run.saves, filename="{step}", every_n_train_steps=2, save_top_k=-1))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=ResilientFSDPStrategy(**{"hang_timeout": HANG_TIMEOUT_S, **run.strategy}),
+        callbacks=callbacks,
+        plugins=[AsyncCheckpointIO()] if run.saves else [],
+        logger=recorder,
+        default_root_dir=str(folder),
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(run.saves),
+        log_every_n_steps=1,
+        **{"max_epochs": 2, **run.trainer},
+    )
+    error = ""
+    try:
+        trainer.fit(model, loader(run, BATCHES, shuffle=True), loader(run, 2, shuffle=False))
+    except BaseException as caught:  # the test asks for it
+        traceback.print_exc()
+        error = f"{type(caught).__name__}: {caught}"
+    return {
+        "error": error,
+        "rows": recorder.rows,
+        "finalized": recorder.finalized,
+        "state": digest(state_of(model, trainer)),
+        "average": digest(average.weights) + str(average.history),
+        "stopping": str(stopping.state_dict()),
+        "metrics": {name: value.item() for name, value in sorted(trainer.callback_metrics.items())},
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "exceptions": witness.exceptions,
+        "restarts": witness.restarts,
+        "training": model.training,
+    }
+
+
+def state_of(model: Net, trainer: L.Trainer) -> dict[str, Tensor]:
+    state = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, values in enumerate(optimizer.state.values()):
+            state |= {f"{number}.{index}.{key}": _local(value) for key, value in values.items()}
+    return state
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Equal for equal bits."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def orders(*runs: Run) -> str:
+    """The argument that makes `main` do these runs."""
+    return json.dumps([asdict(run) for run in runs])
+
+
+def main() -> None:
+    """Arguments: orders, and the folder for results."""
+    torch.set_num_threads(1)
+    logging.basicConfig(format="%(levelname)s rank {RANK}: %(message)s".format_map(os.environ))
+    folder = Path(sys.argv[2])
+    results = {}
+    for fields in json.loads(sys.argv[1]):
+        run = Run(**fields)
+        results[run.name] = fit(run, folder / run.name)
+        (folder / f"results-{os.environ['RANK']}.json").write_text(json.dumps(results))

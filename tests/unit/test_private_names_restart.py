@@ -1,0 +1,137 @@
+"""Every private name of torch and Lightning that restarts rely on. A failure here names what has moved."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Iterator
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch._C._distributed_c10d import HashStore, _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_resilience import _lightning, _torch, _torch_groups
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    """A process group of one."""
+    _torch_groups.watch_groups()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(world: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+
+
+def remake() -> dict[dist.ProcessGroup, dist.ProcessGroup]:
+    return _torch_groups.ClosedGroups().make_again(HashStore())
+
+
+def test_groups_are_made_again_under_their_names(world: dist.ProcessGroup) -> None:
+    mine = dist.new_group([0], backend="gloo", group_desc="mine")
+    names = [group.group_name for group in _torch_groups.live_groups()]
+    new = remake()
+    assert list(new) == [world, mine]
+    assert [group.group_name for group in _torch_groups.live_groups()] == names
+    assert dist.group.WORLD is new[world]
+    assert new[mine].group_desc == "mine"
+    assert _resolve_process_group(mine.group_name) is new[mine]
+    assert dist.get_process_group_ranks(new[mine]) == [0]
+    dist.all_reduce(torch.ones(1), group=new[mine])
+    assert dist.new_group([0]).group_name not in names
+
+
+def test_a_mesh_finds_its_new_group(world: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    new = remake()
+    _torch_groups.show_new_groups(new, [mesh], None)
+    assert mesh.get_group() is new[world]
+    assert list(getattr(mesh, "_pg_registry", {"": new[world]}).values()) == [new[world]]
+
+
+def test_fsdp_trains_on_with_new_groups(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    assert isinstance(model, nn.Linear)
+    model(torch.ones(1, 2))  # interrupted here
+    assert _torch.is_gathered(model)
+    _torch.forget_interrupted_batch(model)
+    assert not _torch.is_gathered(model)
+    new = remake()
+    _torch_groups.show_new_groups(new, _torch_groups.fsdp_meshes(model), model)
+    (group,) = _torch.parameter_groups(model)
+    assert group.mesh_info.shard_process_group in new.values()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_what_is_forgotten_of_a_batch(mesh: DeviceMesh) -> None:
+    """A field that torch renames would keep its value from the interrupted batch."""
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    state, (group,) = model._get_fsdp_state(), _torch.parameter_groups(model)
+    assert not [name for name in _torch._IDLE_GROUP if not hasattr(group, name)]
+    assert not [name for name in _torch._IDLE_STATE if not hasattr(state, name)]
+    assert not [name for name in _torch._IDLE_CONTEXT if not hasattr(state._state_ctx, name)]
+    known = {"all_gather_state", "post_forward_order"} | {
+        n for n in vars(state._comm_ctx) if "reduce_scatter_state" in n
+    }
+    assert known <= set(_torch._IDLE_COMMUNICATION)
+
+
+def test_what_a_group_is_made_of(world: dist.ProcessGroup) -> None:
+    assert all(item.is_open() for item in _torch_groups.group_sockets())
+    assert _torch_groups.unknown_groups() == []
+    assert {type(backend).__name__ for backend in _torch_groups.device_backends(world)} == {"ProcessGroupGloo"}
+
+
+# --- Lightning -----------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_batch_is_as_lightning_does_it() -> None:
+    """`ResumableEpochLoop._finish_batch` repeats the end of `advance`."""
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    end = source[source.index("self.batch_progress.increment_processed()") :]
+    calls = [
+        'update_lr_schedulers("step", update_plateau_schedulers=False)',
+        "if self._num_ready_batches_reached():",
+        'update_lr_schedulers("epoch", update_plateau_schedulers=False)',
+        '_call_callback_hooks(trainer, "on_train_batch_end", batch_output, batch, batch_idx)',
+        '_call_lightning_module_hook(trainer, "on_train_batch_end", batch_output, batch, batch_idx)',
+        "trainer._logger_connector.on_batch_end()",
+        "self.batch_progress.increment_completed()",
+        "trainer._logger_connector.update_train_step_metrics()",
+    ]
+    places = [end.index(call) for call in calls]
+    assert places == sorted(places)
+
+
+def test_the_closure_of_an_update() -> None:
+    assert "_wrap_closure" in inspect.getsource(Precision.optimizer_step)
+
+
+def test_what_loops_remember() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    loops = _lightning.all_loops(trainer.fit_loop)
+    assert trainer.fit_loop.epoch_loop.val_loop in loops
+    assert trainer.fit_loop.epoch_loop.manual_optimization in loops
+    trackers = _lightning.progress_trackers(trainer.fit_loop)
+    assert trainer.fit_loop.epoch_loop.batch_progress.total in trackers
+    assert trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total in trackers
+    assert {"_callback_metrics", "_logged_metrics", "_first_loop_iter"} <= _lightning.connector_attributes(
+        trainer
+    ).keys()
+    assert _lightning.training_results(trainer) is not _lightning.evaluation_results(trainer)
