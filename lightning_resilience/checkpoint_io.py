@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,10 +25,12 @@ from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import SaveReport
 from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
 from lightning_resilience.checkpoint.reader import load_archive
+from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest, checked_policies
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
+from lightning_resilience.kept import scope_of
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class AsyncCheckpointIO(CheckpointIO):
         snapshot_every_n_steps: Keep the newest complete state of each rank in `shm_dir` and take a new one every so
             many optimizer steps, or as often as 1 % of the time allows with "auto". A restart on the same machines
             goes on from it. Needs room for two more states beside ``slots``, and `ResilientFSDPStrategy`.
+        keep: Which checkpoints in the ``dirpath`` of a ``ModelCheckpoint`` stay, as in ``[KeepLatest(3),
+            KeepEvery(1000)]``; what any policy keeps is kept. The others are deleted after each commit.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -74,6 +78,7 @@ class AsyncCheckpointIO(CheckpointIO):
         trust: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         snapshot_every_n_steps: int | Literal["auto"] | None = None,
+        keep: Sequence[KeepLatest | KeepEvery] | None = None,
     ) -> None:
         super().__init__()
         every = _interval(snapshot_every_n_steps)
@@ -90,6 +95,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._engine: CheckpointEngine | None = None
         self._history: list[SaveReport] = []
         self._adviser = Adviser()
+        self._keep = checked_policies(keep)
         self._in_fit = True  # as far as is known: nothing tells a plugin when training starts
         _lightning.show_pending_saves(_is_pending)
 
@@ -125,6 +131,7 @@ class AsyncCheckpointIO(CheckpointIO):
         step = int(checkpoint.get("global_step", 0))
         self._started().save_file(target, step, checkpoint, storage_options=self._options_for(target))
         self._say_advice(step)
+        self._retain(target)
         self._finish_outside_fit()
 
     @override
@@ -222,6 +229,7 @@ class AsyncCheckpointIO(CheckpointIO):
         target = self._place_to_save(path, storage_options).path
         self._started().save_sharded(target, step, state, files, storage_options=self._options_for(target))
         self._say_advice(step)
+        self._retain(target)
         self._finish_outside_fit()
 
     def wait(self, path: _PATH | None = None) -> None:
@@ -283,6 +291,18 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._in_fit and self._exchange.rank == 0 and measured >= _MEASURED:
             if news := self._adviser.news(self.advice()):
                 log.info("%s", news)
+
+    def _retain(self, path: str) -> None:
+        """Ask for what the policies let go, once what was saved just now is committed."""
+        if self._keep and self._exchange.rank == 0 and (scope := scope_of(_lightning.calling_trainer(), path)):
+            options = self._options_for(path)
+            self._started().retain(
+                scope.directory,
+                self._keep,
+                spared=scope.spared,
+                resumed_from=scope.resumed_from,
+                storage_options=options,
+            )
 
     def _finish_outside_fit(self) -> None:
         """After training nobody tears us down, and whoever saves then expects the checkpoint to be there."""

@@ -33,8 +33,9 @@ from lightning_resilience.checkpoint.envelope import without_crc
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import History, SaveReport, Verdict
 from lightning_resilience.checkpoint.layout import Leaf, flatten, signature
-from lightning_resilience.checkpoint.messages import Done, FileImage, Link, Remove, Save
+from lightning_resilience.checkpoint.messages import Done, FileImage, Link, Remove, Retain, Save
 from lightning_resilience.checkpoint.plans import Plans
+from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest, encode_policies
 from lightning_resilience.checkpoint.slots import SLACK, Slots
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.values import archived
@@ -264,6 +265,35 @@ class CheckpointEngine:
                 self._put_off.append((path, storage_options))
 
         self._writer.submit(Remove(self._new_id(), path, self._last_save, storage_options), report)
+
+    def retain(
+        self,
+        directory: str,
+        policies: Sequence[KeepLatest | KeepEvery],
+        *,
+        spared: Sequence[str] = (),
+        resumed_from: str = "",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Delete what no policy keeps, after the newest save is committed; called on rank 0 only.
+
+        Args:
+            directory: Where the checkpoints are.
+            policies: What any of them keeps is kept.
+            spared: Paths to keep in any case.
+            resumed_from: To keep until this run has committed something that training can go on from.
+            storage_options: For the file system of a URL.
+        """
+
+        def report(done: Done) -> None:
+            if done.error:
+                log.warning("old checkpoints in %s could not be deleted: %s", directory, done.error)
+
+        encoded = encode_policies(policies)
+        request = Retain(
+            self._new_id(), directory, encoded, list(spared), resumed_from, self._last_save, storage_options
+        )
+        self._writer.submit(request, report)
 
     def link(self, path: str, link: str) -> None:
         """Make ``link`` another name of the checkpoint at ``path``, which was saved last, when it is committed."""

@@ -124,6 +124,30 @@ class Remove(Message):
 
 
 @dataclass(frozen=True)
+class Retain(Message):
+    """To the writer: delete what no policy keeps, once a newer checkpoint is committed; see ``removal.retain``.
+
+    Attributes:
+        id: Number of the request.
+        path: The directory of the checkpoints.
+        policies: As ``encode_policies`` has them.
+        spared: Paths to keep in any case.
+        resumed_from: To keep until this run has committed something that training can go on from; empty for none.
+        after: The save that must be committed before. If that one fails nothing is deleted.
+        storage_options: For the file system of a path that is a URL. May hold credentials: never shown.
+    """
+
+    kind: ClassVar[str] = "retain"
+    id: int
+    path: str
+    policies: list[dict[str, Any]]
+    spared: list[str]
+    resumed_from: str
+    after: int
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class Link(Message):
     """To the writer: make ``link`` another name for the checkpoint at ``path`` once that is committed.
 
@@ -172,9 +196,9 @@ class Done(Message):
     void: bool = False
 
 
-Request = Save | Remove | Link
+Request = Save | Remove | Link | Retain
 
-_ALL = (Attach, Save, Begin, Drop, Remove, Link, Stop, Written, Done)
+_ALL = (Attach, Save, Begin, Drop, Remove, Retain, Link, Stop, Written, Done)
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in _ALL}
 
 

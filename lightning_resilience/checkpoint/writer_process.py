@@ -27,15 +27,17 @@ from lightning_resilience.checkpoint.messages import (
     Link,
     Message,
     Remove,
+    Retain,
     Save,
     Stop,
     Written,
 )
+from lightning_resilience.checkpoint.removal import retain
 from lightning_resilience.checkpoint.storage import Place, place_for
 from lightning_resilience.checkpoint.storage.local import link
 from lightning_resilience.checkpoint.writer_link import Arena, Connection, leave_when_stuck, say
 from lightning_resilience.checkpoint.writer_queue import WriterQueue
-from lightning_resilience.errors import SaveError
+from lightning_resilience.errors import CheckpointError, SaveError
 
 _NICENESS = 10  # training has the processor first
 _POLL_S = 0.02
@@ -195,12 +197,14 @@ class Writer:
         if error and self._rank.closed:
             say(f"the checkpoint {request.path} (step {request.step}) was NOT saved: {error}")
 
-    def _follow(self, request: Remove | Link, committed: bool) -> None:
+    def _follow(self, request: Remove | Link | Retain, committed: bool) -> None:
         """Delete or link what should come after a save that is over now."""
         if not committed:  # what should replace the old one does not exist
             self._rank.send(Done(request.id, void=True))
         elif isinstance(request, Remove):
             self._rank.send(Done(request.id, self._delete(request)))
+        elif isinstance(request, Retain):
+            self._rank.send(Done(request.id, self._retain(request)))
         else:
             self._rank.send(Done(request.id, self._link(request)))
 
@@ -208,6 +212,13 @@ class Writer:
         try:
             link(Path(request.path), Path(request.link))
         except OSError as error:
+            return explain(error)
+        return ""
+
+    def _retain(self, request: Retain) -> str:
+        try:
+            retain(request, int(self._run_started * 1e9))
+        except (CheckpointError, OSError) as error:
             return explain(error)
         return ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_resilience.checkpoint.messages import Begin, Drop, Link, Message, Remove, Save
+from lightning_resilience.checkpoint.messages import Begin, Drop, Link, Message, Remove, Retain, Save
 
 
 class WriterQueue:
@@ -15,7 +15,7 @@ class WriterQueue:
         self._turns: deque[int] = deque()
         self._open: set[int] = set()
         self._failed: set[int] = set()
-        self._after: list[Remove | Link] = []
+        self._after: list[Remove | Link | Retain] = []
 
     def __bool__(self) -> bool:
         """Whether anything is left to do."""
@@ -32,7 +32,7 @@ class WriterQueue:
             self._waiting.pop(message.id, None)
             self._open.discard(message.id)
             self._after = [request for request in self._after if request.after != message.id]
-        elif isinstance(message, (Remove, Link)):
+        elif isinstance(message, (Remove, Link, Retain)):
             self._after.append(message)
 
     def next_save(self, alone: bool) -> Save | None:
@@ -59,8 +59,8 @@ class WriterQueue:
         if not committed:
             self._failed.add(save_id)
 
-    def take_ready(self) -> list[tuple[Remove | Link, bool]]:
-        """Removals and links whose save is over, and whether it was committed; they are no longer in the queue."""
+    def take_ready(self) -> list[tuple[Remove | Link | Retain, bool]]:
+        """What should come after a save that is over, and whether that was committed; no longer in the queue then."""
         ready = [request for request in self._after if request.after not in self._open]
         self._after = [request for request in self._after if request.after in self._open]
         return [(request, request.after not in self._failed) for request in ready]
