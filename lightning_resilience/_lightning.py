@@ -15,7 +15,13 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
@@ -216,6 +222,19 @@ def agree_on_resume(trainer: Trainer, agree: Callable[[str | None], str | None])
         original(connector, path, weights_only)
 
     connector.resume_start = resume_start  # type: ignore[method-assign]  # of this instance
+
+
+def restore_parameter_groups(trainer: Trainer) -> None:
+    """Let fine-tuning callbacks add again the parameter groups that they had added before the checkpoint.
+
+    `BaseFinetuning.on_fit_start` does that once it has its state (1.5 on; a public hook). With a strategy that restores
+    after its set-up Lightning calls the hook before the callbacks have their state, so nothing would come of it. What
+    has a state is trained, so it needs gradients, which Lightning forgets.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
 
 
 def calling_trainer() -> Trainer | None:

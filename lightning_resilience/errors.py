@@ -13,7 +13,8 @@
         └── LoadError           a checkpoint cannot be used
             ├── DamagedCheckpointError    its bytes are not the bytes that were written
             ├── MismatchedCheckpointError it belongs to another model or optimizer
-            ├── UntrustedCheckpointError  it holds pickled objects that were not allowed
+            │   └── WeightsOnlyCheckpointError   it has weights, and training cannot go on from those alone
+            ├── UntrustedCheckpointError  it holds objects, links or sizes that were not allowed
             └── NoValidCheckpointError    checkpoints exist, none of them is valid
 
 The text of each says what happened, where, and what to do next. Beside the tree stands one signal, which is no error
@@ -81,8 +82,12 @@ class MismatchedCheckpointError(LoadError):
     """The checkpoint belongs to another model or optimizer layout."""
 
 
+class WeightsOnlyCheckpointError(MismatchedCheckpointError):
+    """The checkpoint has no state of optimizers, so training cannot go on from it."""
+
+
 class UntrustedCheckpointError(LoadError):
-    """The checkpoint holds pickled objects that were not allowed."""
+    """The checkpoint holds what only ``trust=True`` allows: objects that can run code, links, sizes that are absurd."""
 
 
 class NoValidCheckpointError(LoadError):

@@ -24,12 +24,10 @@ from lightning_resilience._torch import map_tensors
 from lightning_resilience.checkpoint.candidates import META, RANK_FILE
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange, together
-from lightning_resilience.checkpoint.manifest import files_of
 from lightning_resilience.checkpoint.reader import load_archive
-from lightning_resilience.checkpoint.restore import Target, restore
+from lightning_resilience.checkpoint.restore import OPTIMIZERS, RANK_STATES, Target, apply_optimizers, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
 from lightning_resilience.checkpoint.storage import Place
-from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import capture_rank_state, install, stash_rank_state
 from lightning_resilience.errors import CheckpointError, LoadError, SaveError, UntrustedCheckpointError
@@ -37,7 +35,6 @@ from lightning_resilience.sharding.shard import reshard_all
 
 log = logging.getLogger(__name__)
 
-_RANK_STATES = "lightning_resilience.rank_states"
 _T = TypeVar("_T")
 
 
@@ -50,6 +47,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     _exchange: Exchange = Alone()
     _readable_checked = False
+    _restored_from: Place | None = None  # while the optimizers' state of that checkpoint is not yet in place
     _prepared = False
 
     @override
@@ -145,7 +143,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
     ) -> None:
         state = self._together(lambda: archive(capture_rank_state(self._trainer)), SaveError)
-        content = {**checkpoint, _RANK_STATES: self._exchange.all_gather(state)}
+        content = {**checkpoint, RANK_STATES: self._exchange.all_gather(state)}
 
         def save() -> None:
             if self.is_global_zero:
@@ -179,7 +177,10 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Put the newest valid checkpoint, at or before this path, into the model (and the optimizers in ``fit``).
+        """Put the newest usable checkpoint, at or before this path, into the model.
+
+        In ``fit`` the optimizers' state is read too. It is put in place by :meth:`load_optimizer_state_dict`, when
+        callbacks have theirs: some add parameter groups.
 
         Raises:
             LoadError: There is none that can be used.
@@ -188,24 +189,42 @@ class CheckpointingStrategy(ModelParallelStrategy):
         plugin = self.checkpoint_io if isinstance(self.checkpoint_io, AsyncCheckpointIO) else AsyncCheckpointIO()
         plugin.wait(checkpoint_path)
         self.barrier()
-        chosen = choose(plugin.place(checkpoint_path), self._exchange, fall_back=fitting and plugin.fall_back)
+        asked = plugin.place(checkpoint_path)
         target = self._target(plugin, weights_only, fitting)
-        content = self._together(lambda: restore(chosen, target), LoadError)
-        stash_rank_state(
-            self._trainer, self._together(lambda: self._rank_state(chosen, content, target.trust), LoadError)
-        )
-        if fitting and chosen.path != plugin.place(checkpoint_path).path:
-            _lightning.set_resumed_path(self._trainer, str(chosen))
-        return content
+        restored = restore(asked, target, self._exchange, fall_back=fitting and plugin.fall_back)
+        stash_rank_state(self._trainer, restored.rank_state)
+        self._restored_from = restored.place if fitting else None
+        if fitting and restored.place.path != asked.path:
+            _lightning.set_resumed_path(self._trainer, str(restored.place))
+        return restored.content
 
     def _target(self, plugin: AsyncCheckpointIO, weights_only: bool | None, fitting: bool) -> Target:
         reshard_all(self._module)
         return Target(
             module=self._module,
-            optimizers=self.optimizers if fitting else (),
+            optimizers=[_lightning.unwrapped(optimizer) for optimizer in self.optimizers] if fitting else (),
             strict=self._module.strict_loading,
             trust=plugin.trusts(weights_only),
         )
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether something is left to do for :meth:`load_optimizer_state_dict`."""
+        return self._restored_from is not None
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Lightning calls this in ``fit`` when model and callbacks are restored.
+
+        Raises:
+            MismatchedCheckpointError: The checkpoint belongs to other optimizers.
+        """
+        place, self._restored_from = self._restored_from, None
+        assert place is not None
+        _lightning.restore_parameter_groups(self._trainer)
+        target = Target(self._module, [_lightning.unwrapped(optimizer) for optimizer in self.optimizers])
+        self._together(lambda: apply_optimizers(target, checkpoint[OPTIMIZERS], place), LoadError)
 
     def _agreed_resume_path(self, path: str | None) -> str | None:
         """Rank 0's, which every rank must be able to follow."""
@@ -218,21 +237,6 @@ class CheckpointingStrategy(ModelParallelStrategy):
             )
         agreed: str | None = paths[0]
         return agreed
-
-    def _rank_state(self, path: Place, content: dict[str, Any], trust: bool) -> dict[str, Any] | None:
-        """What this rank, or the rank of this number, had saved for itself; of more ranks than there were, any."""
-        states: list[bytes] | None = content.pop(_RANK_STATES, None)
-        source: io.BytesIO | Place
-        files = files_of(path) if path.is_dir() else path
-        if states is not None:
-            source = io.BytesIO(states[self.global_rank % len(states)])
-        elif (files / RANK_FILE.format(0)).exists():
-            own = files / RANK_FILE.format(self.global_rank)
-            source = own if own.exists() else files / RANK_FILE.format(0)
-        else:
-            return None
-        state: dict[str, Any] = load_archive(source, f"{path} (state of rank {self.global_rank})", trust)
-        return state
 
     def _together(self, act: Callable[[], _T], error_type: type[CheckpointError]) -> _T:
         return together(self._exchange, act, error_type)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_resilience import errors
 from lightning_resilience.errors import CheckpointError
 
 _INLINE = 2040  # a message up to this many bytes needs one collective, a longer one needs two
@@ -81,7 +83,7 @@ def together(exchange: Exchange, act: Callable[[], _T], error_type: type[Checkpo
     Args:
         exchange: How the ranks agree.
         act: What each rank does; without a collective.
-        error_type: What the ranks raise to which nothing has happened.
+        error_type: What the ranks raise to which nothing has happened, or the kind of it that happened elsewhere.
     """
     error: Exception | None = None
     result: Any = None
@@ -89,11 +91,19 @@ def together(exchange: Exchange, act: Callable[[], _T], error_type: type[Checkpo
         result = act()
     except Exception as caught:  # travels to all ranks and is raised on each
         error = caught
-    answers = exchange.all_gather(b"" if error is None else f"{error}".encode() or b"unknown error")
+    answers = exchange.all_gather(b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode())
     if error is not None:
         raise error
     for rank, answer in enumerate(answers):
         if answer:
-            raise error_type(f"rank {rank}: {answer.decode()}")
+            name, text = json.loads(answer)
+            raise _error_of(rank, name, text, error_type)
     done: _T = result
     return done
+
+
+def _error_of(rank: int, name: str, text: str, error_type: type[CheckpointError]) -> CheckpointError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, error_type):
+        return kind(text)
+    return error_type(f"rank {rank}: {text or name}")

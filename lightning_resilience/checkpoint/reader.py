@@ -1,27 +1,35 @@
-"""Reading the files of a checkpoint: metadata without arbitrary unpickling, and pieces of tensors.
+"""Reading the shards of a checkpoint: which bytes of which files a rank needs, and where they go.
 
-Reads what ``torch.distributed.checkpoint`` and stock Lightning write as well as our own.
+Reads what ``torch.distributed.checkpoint`` and stock Lightning write as well as our own. First everything that is
+wanted is said, then it is fetched at once: each byte one time, verified, straight into the tensors where that is
+possible.
 """
 
 from __future__ import annotations
 
+import functools
 import io
-import pathlib
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_resilience._torch import METADATA_CLASSES, local_chunk
+from lightning_resilience._torch import local_chunk
+from lightning_resilience.checkpoint.agreement import together
+from lightning_resilience.checkpoint.archives import load_archive
 from lightning_resilience.checkpoint.candidates import METADATA
-from lightning_resilience.checkpoint.manifest import files_of
-from lightning_resilience.checkpoint.storage import LocalStorage, Place
+from lightning_resilience.checkpoint.envelope import envelope
+from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.files import CheckpointFiles, ends_early, files_at
+from lightning_resilience.checkpoint.metadata import decode_metadata
+from lightning_resilience.checkpoint.sharing import fetch
+from lightning_resilience.checkpoint.storage import Place
+from lightning_resilience.checkpoint.transfer import Flight, Landing, default_threads, transfer, uninitialized
 from lightning_resilience.errors import DamagedCheckpointError, UntrustedCheckpointError
 
-_HARMLESS: list[Any] = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path, timedelta]
+__all__ = ["AtHand", "Overlap", "PieceReader", "ShardReader", "ShardShelf", "Shelf", "load_archive", "overlap"]
 
 
 class Overlap(NamedTuple):
@@ -45,8 +53,33 @@ def overlap(
     return Overlap(tuple(saved), tuple(wanted))
 
 
+class Run(NamedTuple):
+    """A region of an array in memory order, as elements from ``start`` to ``stop``.
+
+    Attributes:
+        start: The first element of the region.
+        stop: The element after its last.
+        is_dense: Whether every element between belongs to it.
+    """
+
+    start: int
+    stop: int
+    is_dense: bool
+
+
+def run_of(shape: Sequence[int], region: Sequence[slice]) -> Run:
+    """Where a region of a contiguous array lies in it."""
+    start, last, stride = 0, 0, 1
+    for size, part in zip(reversed(shape), reversed(region), strict=True):
+        start += part.start * stride
+        last += (part.stop - 1) * stride
+        stride *= size
+    count = math.prod(part.stop - part.start for part in region)
+    return Run(start, last + 1, last + 1 - start == count)
+
+
 class PieceReader(Protocol):
-    """What ``restore`` needs of something that holds a state in pieces. Called by the training thread."""
+    """Something that holds a state in pieces and has it at hand. Called by the training thread."""
 
     @property
     def names(self) -> list[str]:
@@ -74,20 +107,105 @@ class PieceReader(Protocol):
         ...
 
 
-class ShardReader:
-    """The tensors and values of a sharded checkpoint directory.
+class Shelf(Protocol):
+    """What ``restore`` needs: first it says what it wants, then it gets everything at once.
+
+    ``want``, ``want_value`` and ``room_for`` come before ``fetch``, ``value`` after it.
+    """
+
+    @property
+    def names(self) -> list[str]:
+        """Flat names of everything in it."""
+        ...
+
+    def path_of(self, name: str) -> tuple[str | int, ...]:
+        """Way of a value through the nested state it was saved from."""
+        ...
+
+    def tensor_shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a whole tensor; None for a value that is not a tensor."""
+        ...
+
+    def room_for(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor for which memory will be taken."""
+        ...
+
+    def want(self, name: str, target: torch.Tensor) -> None:
+        """Fill the piece of a tensor that this rank holds, in place."""
+        ...
+
+    def want_value(self, name: str) -> None:
+        """Have :meth:`value` answer for it."""
+        ...
+
+    def fetch(self, exchange: Exchange) -> None:
+        """Get everything that is wanted."""
+        ...
+
+    def value(self, name: str, trust: bool) -> Any:
+        """A value that was wanted."""
+        ...
+
+
+class AtHand:
+    """The shelf of a :class:`PieceReader`.
 
     Args:
-        directory: The checkpoint.
+        reader: Has everything at hand.
+    """
+
+    def __init__(self, reader: PieceReader) -> None:
+        self._reader = reader
+        self._targets: dict[str, torch.Tensor] = {}
+        self.names = reader.names
+        self.path_of = reader.path_of
+        self.tensor_shape = reader.tensor_shape
+        self.value = reader.value
+
+    def room_for(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """See :class:`Shelf`."""
+        return self._reader.tensor_shape(name) or (), self._reader.dtype(name)
+
+    def want(self, name: str, target: torch.Tensor) -> None:
+        """See :class:`Shelf`."""
+        self._targets[name] = target
+
+    def want_value(self, name: str) -> None:
+        """It is there."""
+
+    def fetch(self, exchange: Exchange) -> None:
+        """See :class:`Shelf`."""
+        self._reader.read_into(self._targets)
+
+
+class _Archived(NamedTuple):
+    """A piece of a tensor, or a value, as it lies in a file."""
+
+    file: str
+    start: int
+    length: int
+
+
+class ShardShelf:
+    """The tensors and values of a sharded checkpoint directory.
+
+    Say what is wanted with :meth:`want` and :meth:`want_value`, then :meth:`fetch` it, once.
+
+    Args:
+        files: Those of the checkpoint.
 
     Raises:
         DamagedCheckpointError: Its metadata cannot be read.
-        UntrustedCheckpointError: Its metadata holds something else than metadata.
+        UntrustedCheckpointError: Its metadata holds something else than metadata, or makes no sense.
     """
 
-    def __init__(self, directory: Place) -> None:
-        self._directory = files_of(directory)
-        self.metadata = _read_metadata(self._directory / METADATA)
+    def __init__(self, files: CheckpointFiles) -> None:
+        self._files = files
+        self.metadata = decode_metadata(files.read(METADATA), str(files.place / METADATA))
+        self._landings: list[Landing] = []
+        self._odd: list[Callable[[], Landing]] = []
+        self._values: dict[str, bytes] = {}
+        self._room_left = sum(map(files.size, self._referenced()))
 
     @property
     def names(self) -> list[str]:
@@ -105,13 +223,159 @@ class ShardReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
+        return self._tensor(name).properties.dtype
+
+    def room_for(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor for which memory will be taken.
+
+        Raises:
+            UntrustedCheckpointError: All that was asked for is larger than the files it shall come from.
+        """
+        entry = self._tensor(name)
+        self._room_left -= math.prod(entry.size) * entry.properties.dtype.itemsize
+        if self._room_left < 0:
+            raise UntrustedCheckpointError(
+                f"{self._files.place}: with {name!r} of shape {tuple(entry.size)} its tensors would be larger than its"
+                " files; it was tampered with"
+            )
+        return tuple(entry.size), entry.properties.dtype
+
+    def want(self, name: str, target: torch.Tensor) -> None:
+        """Fill the piece of a tensor that this rank holds, in place.
+
+        Args:
+            name: Flat name in the checkpoint.
+            target: A tensor or ``DTensor`` of the shape that was saved.
+
+        Raises:
+            DamagedCheckpointError: A file does not have what the metadata says.
+            UntrustedCheckpointError: The metadata leads out of the checkpoint, or lies about sizes.
+        """
+        entry = self._tensor(name)
+        local = target.to_local() if hasattr(target, "to_local") else target
+        offsets, shape = local_chunk(target)
+        for chunk in entry.chunks:
+            region = overlap(chunk.offsets, chunk.sizes, offsets, shape)
+            if region is not None:
+                self._want_piece(name, entry.properties.dtype, chunk, region, local.detach())
+
+    def want_value(self, name: str) -> None:
+        """Have :meth:`value` answer for it after the fetch."""
+        archived = self._find(MetadataIndex(name), name)
+        self._landings.append(_staged(archived, functools.partial(self._keep, name)))
+
+    def fetch(self, exchange: Exchange) -> None:
+        """Get everything that is wanted. Called on all ranks.
+
+        Raises:
+            DamagedCheckpointError: Some of the bytes are not those that were written; then nothing in the targets is
+                proven. Raised on all ranks.
+        """
+        flight = together(exchange, lambda: Flight.plan(self._files, self._landings))
+        self._landings = []
+        fetch(flight, exchange)
+        together(exchange, self._fetch_odd)
+
+    def value(self, name: str, trust: bool) -> Any:
+        """A value that is not a tensor, fetched before."""
+        return load_archive(io.BytesIO(self._values[name]), f"{self._files.place} ({name})", trust)
+
+    def _keep(self, name: str, data: memoryview) -> None:
+        self._values[name] = bytes(data)
+
+    def _fetch_odd(self) -> None:
+        """Archives that are not as ours: of another version of torch, or of a view. Read once more, as a whole."""
+        flight = Flight.plan(self._files, [make() for make in self._odd])
+        self._odd = []
+        transfer(flight, list(flight.landings), default_threads(1))
+
+    def _referenced(self) -> set[str]:
+        """Names of the files that the metadata refers to."""
+        infos = (self.metadata.storage_data or {}).values()
+        names = {getattr(info, "relative_path", None) for info in infos}
+        return {name for name in names if isinstance(name, str)}
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UntrustedCheckpointError(
+                f"{self._files.place}: {name!r} is not a tensor, as everything else says it is"
+            )
+        return entry
+
+    def _find(self, index: MetadataIndex, name: str) -> _Archived:
+        """Where an archive lies.
+
+        Raises:
+            DamagedCheckpointError: The file is too short for it.
+            UntrustedCheckpointError: The metadata makes no sense.
+        """
+        info = (self.metadata.storage_data or {}).get(index)
+        numbers = [getattr(info, key, None) for key in ("offset", "length")]
+        if info is None or type(info.relative_path) is not str or any(type(n) is not int or n < 0 for n in numbers):
+            raise UntrustedCheckpointError(f"{self._files.place}: {METADATA} does not say where {name!r} is")
+        if getattr(info, "transform_descriptors", None):
+            raise UntrustedCheckpointError(
+                f"{self._files.place}: {name!r} was changed by {info.transform_descriptors} on its way to storage,"
+                " which only torch.distributed.checkpoint can undo"
+            )
+        if info.offset + info.length > self._files.size(info.relative_path):
+            raise ends_early(self._files.place / info.relative_path)
+        return _Archived(info.relative_path, info.offset, info.length)
+
+    def _want_piece(
+        self, name: str, dtype: torch.dtype, chunk: ChunkStorageMetadata, region: Overlap, local: torch.Tensor
+    ) -> None:
+        archived = self._find(MetadataIndex(name, chunk.offsets), name)
+        shape = tuple(chunk.sizes)
+        size = math.prod(shape) * dtype.itemsize
+        if size > archived.length:
+            raise UntrustedCheckpointError(
+                f"{self._files.place}: a piece of {name!r} shall have {size} bytes, and {archived.length} were saved"
+            )
+        label = f"{self._files.place} ({name})"
+        whole = functools.partial(_whole_archive, archived, shape, region, local, label)
+        plain = envelope(dtype, shape)
+        if plain.size != archived.length:
+            self._odd.append(whole)
+            return
+        head = functools.partial(self._check_head, (plain.prefix, envelope(dtype, shape, crc=True).prefix), whole)
+        self._landings.append(_staged(archived._replace(length=len(plain.prefix)), head))
+        data = archived._replace(start=archived.start + len(plain.prefix), length=size)
+        self._landings.append(_data_landing(data, dtype, shape, region, local))
+
+    def _check_head(self, expected: Sequence[bytes], whole: Callable[[], Landing], head: memoryview) -> None:
+        if not any(head == prefix for prefix in expected):
+            self._odd.append(whole)
+
+
+class ShardReader:
+    """The tensors and values of a sharded checkpoint directory, each read when it is asked for; verified.
+
+    For a few of them, on one rank. What fills a whole model is quicker with a :class:`ShardShelf`.
+
+    Args:
+        place: The checkpoint.
+        trust: Follow links, unpickle any object.
+
+    Raises:
+        DamagedCheckpointError: Its metadata cannot be read.
+        UntrustedCheckpointError: Its metadata holds something else than metadata, or makes no sense.
+    """
+
+    def __init__(self, place: Place, trust: bool = False) -> None:
+        self._shelf = ShardShelf(files_at(place, trust))
+        self.metadata = self._shelf.metadata
+        self.names = self._shelf.names
+        self.path_of = self._shelf.path_of
+        self.tensor_shape = self._shelf.tensor_shape
+        self.dtype = self._shelf.dtype
 
     def value(self, name: str, trust: bool) -> Any:
         """A value that is not a tensor."""
-        return load_archive(io.BytesIO(self._bytes(MetadataIndex(name))), f"{self._directory} ({name})", trust)
+        self._shelf.want_value(name)
+        self._shelf.fetch(Alone())
+        return self._shelf.value(name, trust)
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill the pieces of tensors that this rank holds, in place.
@@ -120,100 +384,54 @@ class ShardReader:
             targets: Tensors and ``DTensor`` by flat name; of the shapes that were saved.
         """
         for name, target in targets.items():
-            local = target.to_local() if hasattr(target, "to_local") else target
-            offsets, shape = local_chunk(target)
-            for index, region in self._overlaps(name, offsets, shape):
-                piece = torch.load(io.BytesIO(self._bytes(index)), map_location="cpu", weights_only=True)
-                local[region.wanted].copy_(piece[region.saved])
-
-    def _overlaps(
-        self, name: str, offsets: Sequence[int], shape: Sequence[int]
-    ) -> Iterator[tuple[MetadataIndex, Overlap]]:
-        entry = self.metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        for chunk in entry.chunks:
-            region = overlap(chunk.offsets, chunk.sizes, offsets, shape)
-            if region is not None:
-                yield MetadataIndex(name, chunk.offsets), region
-
-    def _bytes(self, index: MetadataIndex) -> bytearray:
-        info = self.metadata.storage_data[index]
-        file = self._directory / info.relative_path.rpartition("/")[2]  # never outside the checkpoint
-        data = bytearray(info.length)
-        if file.read_into(info.offset, memoryview(data)) != info.length:
-            raise DamagedCheckpointError(f"{file} ends before {index.fqn!r} is complete")
-        return data
+            self._shelf.want(name, target)
+        self._shelf.fetch(Alone())
 
 
-def load_archive(
-    source: io.BytesIO | Place, label: str, trust: bool, *, mmap: bool = False, map_location: Any = "cpu"
-) -> Any:
-    """``torch.load`` that unpickles only plain data, unless told to trust the file.
-
-    Args:
-        source: The archive.
-        label: What to call it in an error.
-        trust: Allow any object; it can run any code.
-        mmap: Map a file instead of reading it, where it is local.
-        map_location: Where tensors go.
-
-    Raises:
-        UntrustedCheckpointError: It holds other objects, and is not trusted.
-        DamagedCheckpointError: It is not an archive.
-    """
-    archive = _opened(source)
-    mapped = mmap and isinstance(archive, str)
-    arguments: dict[str, Any] = {"map_location": map_location, "mmap": mapped or None}
-    try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            return torch.load(archive, weights_only=True, **arguments)
-    except pickle.UnpicklingError as error:
-        if not trust:
-            raise UntrustedCheckpointError(
-                f"{label} holds objects that are not plain data: {_first_line(error)} If you trust where it came"
-                " from, pass AsyncCheckpointIO(trust=True); loading it can run any code."
-            ) from error
-    except (RuntimeError, EOFError) as error:
-        raise DamagedCheckpointError(f"{label} cannot be read: {_first_line(error)}") from error
-    if isinstance(archive, io.BytesIO):
-        archive.seek(0)
-    return torch.load(archive, weights_only=False, **arguments)
+def _staged(archived: _Archived, then: Callable[[memoryview], None]) -> Landing:
+    return Landing(archived.file, archived.start, archived.length, lambda: uninitialized(archived.length), then)
 
 
-def _opened(source: io.BytesIO | Place) -> io.BytesIO | str:
-    """What ``torch.load`` takes: the name of a local file, or bytes."""
-    if isinstance(source, io.BytesIO):
-        return source
-    return source.path if isinstance(source.storage, LocalStorage) else io.BytesIO(source.read())
+def _data_landing(
+    data: _Archived, dtype: torch.dtype, shape: tuple[int, ...], region: Overlap, local: torch.Tensor
+) -> Landing:
+    """Straight into the tensor if the region is one run of bytes in both, else by way of a buffer."""
+    run = run_of(shape, region.saved)
+    start, length = data.start + run.start * dtype.itemsize, (run.stop - run.start) * dtype.itemsize
+    inner = run_of(tuple(local.shape), region.wanted)
+    if (
+        run.is_dense
+        and inner.is_dense
+        and local.dtype == dtype
+        and local.is_contiguous()
+        and local.device.type == "cpu"
+    ):
+        first = inner.start * dtype.itemsize
+        return Landing(data.file, start, length, lambda: _bytes_of(local)[first : first + length])
+
+    def copy(buffer: memoryview) -> None:
+        flat = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+        sizes = [part.stop - part.start for part in region.saved]
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        with torch.no_grad():
+            local[region.wanted].copy_(flat.as_strided(sizes, strides))
+
+    return Landing(data.file, start, length, lambda: uninitialized(length), copy)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return (lines or str(error).splitlines() or [type(error).__name__])[0].strip()
+def _whole_archive(
+    archived: _Archived, shape: tuple[int, ...], region: Overlap, local: torch.Tensor, label: str
+) -> Landing:
+    def copy(buffer: memoryview) -> None:
+        piece = load_archive(io.BytesIO(buffer), label, trust=False)
+        if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != shape:
+            raise DamagedCheckpointError(f"{label} is not the piece of a tensor that the metadata says it is")
+        with torch.no_grad():
+            local[region.wanted].copy_(piece[region.saved])
+
+    return _staged(archived, copy)
 
 
-def _read_metadata(path: Place) -> Metadata:
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read())).load()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing: the save was not finished") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError, KeyError) as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise UntrustedCheckpointError(f"{path} holds a {type(metadata).__name__} instead of checkpoint metadata")
-    return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of checkpoint metadata and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = METADATA_CLASSES.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise UntrustedCheckpointError(
-                f"the checkpoint's metadata refers to {module}.{name}, which has no business there: it was not"
-                " written by torch.distributed.checkpoint, or somebody tampered with it"
-            )
-        return found
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,32 +1,54 @@
 """Putting a checkpoint back into a module and its optimizers, in place and piece by piece.
 
 Loads what we write, what stock Lightning writes sharded (``ModelParallelStrategy``, ``FSDPStrategy``) and single
-files (DDP, ``state_dict_type="full"``), into any world size. Every rank reads just the pieces it holds; there is
-no collective here.
+files (DDP, ``state_dict_type="full"``), into any number of ranks and any mesh. Everything is verified while it is
+read, and read once: a damaged checkpoint shows when its bytes are in the module already, and then the one before it
+overwrites them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from lightning_resilience._torch import local_chunk, overwrite
-from lightning_resilience.checkpoint.candidates import META
+from lightning_resilience._torch import overwrite
+from lightning_resilience.checkpoint.agreement import together
+from lightning_resilience.checkpoint.archives import load_archive
+from lightning_resilience.checkpoint.candidates import META, RANK_FILE, Candidate
+from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.files import CheckpointFiles
 from lightning_resilience.checkpoint.layout import is_staged
-from lightning_resilience.checkpoint.manifest import files_of
-from lightning_resilience.checkpoint.reader import PieceReader, ShardReader, load_archive
-from lightning_resilience.checkpoint.state import clean_name, group_names, model_state
+from lightning_resilience.checkpoint.manifest import Manifest
+from lightning_resilience.checkpoint.optimizers import (
+    SavedOptimizer,
+    apply_state,
+    copy_piece,
+    other_optimizer,
+    some,
+)
+from lightning_resilience.checkpoint.reader import AtHand, PieceReader, ShardShelf, Shelf
+from lightning_resilience.checkpoint.state import clean_name, model_state
 from lightning_resilience.checkpoint.storage import Place
-from lightning_resilience.errors import MismatchedCheckpointError
+from lightning_resilience.checkpoint.verify import check_share, examined, first_usable
+from lightning_resilience.errors import (
+    LoadError,
+    MismatchedCheckpointError,
+    UntrustedCheckpointError,
+    WeightsOnlyCheckpointError,
+)
+
+log = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("state_dict.", "model.")  # Lightning's name for FSDP2 and ours, and its name for FSDP1
-_SHOWN = 8
-_NO_STATE = "the checkpoint has no state for it (was it saved with save_weights_only=True?)"
+OPTIMIZERS = "optimizer_states"
+RANK_STATES = "lightning_resilience.rank_states"  # in a single file: the archived states of all ranks
 
 
 @dataclass(frozen=True)
@@ -37,67 +59,239 @@ class Target:
         module: Sharded or not; filled in place.
         optimizers: In the order in which they were saved; empty to load weights only.
         strict: Refuse a checkpoint that has other names than the module.
-        trust: Unpickle any object.
+        trust: Unpickle any object, follow any link.
+        name_of: The name that an entry of the module has in the checkpoint; None for one that is to stay as it is.
     """
 
     module: nn.Module
     optimizers: Sequence[torch.optim.Optimizer] = ()
     strict: bool = True
     trust: bool = False
+    name_of: Callable[[str], str | None] = field(default=lambda name: name)
 
 
-def restore(path: Place, target: Target) -> dict[str, Any]:
-    """Load the checkpoint at ``path``, a directory or a file.
+class Restored(NamedTuple):
+    """What came out of a checkpoint.
 
-    Returns:
-        Everything in it but the model's and the optimizers' state: Lightning's loops, callbacks, schedulers.
+    Attributes:
+        place: The checkpoint.
+        content: Everything but the model's state: Lightning's loops, callbacks, schedulers; ``optimizer_states`` if
+            they were asked for, to be put in place with :meth:`apply_optimizers`.
+        rank_state: What this rank, or the rank of this number, had saved for itself; of more ranks than there were,
+            any. None where nothing was.
+        loaded: Names of the module's entries that have their values from the checkpoint.
+        unused: Names of the model's entries in the checkpoint that the module does not have.
+    """
+
+    place: Place
+    content: dict[str, Any]
+    rank_state: Any
+    loaded: frozenset[str]
+    unused: frozenset[str]
+
+
+def apply_optimizers(target: Target, states: Sequence[Mapping[str, Any]], place: Place) -> None:
+    """Put states that :func:`restore` has read into the optimizers.
+
+    Args:
+        target: Has the optimizers.
+        states: ``optimizer_states`` of the content.
+        place: Where they come from.
+
+    Raises:
+        MismatchedCheckpointError: They belong to other optimizers.
+    """
+    whole = not place.is_dir()
+    for index, (optimizer, state) in enumerate(zip(target.optimizers, states, strict=True)):
+        apply_state(target.module, optimizer, state, _label(place, index), whole=whole)
+
+
+def restore_pieces(reader: PieceReader, label: object, target: Target) -> None:
+    """Load model and optimizers from where their state is at hand.
+
+    Args:
+        reader: Has it in pieces.
+        label: What to call that in errors.
+        target: What to restore into.
+    """
+    shelf = AtHand(reader)
+    load = PiecesLoad(shelf, label, target)
+    shelf.fetch(Alone())
+    for index, (optimizer, state) in enumerate(zip(target.optimizers, load.finish(), strict=True)):
+        apply_state(target.module, optimizer, state, _label(label, index), whole=False)
+
+
+def restore(place: Place, target: Target, exchange: Exchange | None = None, *, fall_back: bool) -> Restored:
+    """Load the checkpoint at ``place``, or the newest usable one before it. Called on all ranks.
+
+    Model and values are in place then; the optimizers' state is put there by :func:`apply_optimizers`.
+
+    Args:
+        place: A checkpoint, or a directory of them; rank 0's counts.
+        target: What to fill. After an error that comes when bytes were read, its numbers are NaN.
+        exchange: How the ranks agree; alone by default.
+        fall_back: Whether an earlier checkpoint may take the place of one that is damaged, or has weights only where
+            optimizers are to be restored.
 
     Raises:
         MismatchedCheckpointError: It belongs to another model or optimizer.
-        UntrustedCheckpointError: It holds objects that only ``trust`` allows.
-        DamagedCheckpointError: It cannot be read.
+        UntrustedCheckpointError: It holds what only ``trust`` allows.
+        DamagedCheckpointError: It is damaged and nothing else may be used.
+        NoValidCheckpointError: None of them is valid.
+        LoadError: There is none.
     """
-    if path.is_dir():
-        return _restore_sharded(path, target)
-    return _restore_file(path, target)
+    exchange = exchange or Alone()
+    with _spoiled_on_error() as touched:
+        return first_usable(
+            place, exchange, lambda one: _restore_one(one, target, exchange, touched), fall_back=fall_back
+        )
+
+
+@contextmanager
+def _spoiled_on_error() -> Iterator[dict[str, torch.Tensor]]:
+    """What a failed load has touched is made useless, lest somebody goes on with half a checkpoint."""
+    touched: dict[str, torch.Tensor] = {}
+    try:
+        yield touched
+    except BaseException:
+        with torch.no_grad():
+            for tensor in touched.values():
+                if tensor.is_floating_point() or tensor.is_complex():
+                    tensor.fill_(float("nan"))
+        raise
+
+
+def _restore_one(place: Place, target: Target, exchange: Exchange, touched: dict[str, torch.Tensor]) -> Restored:
+    candidate = together(exchange, lambda: examined(place))
+    load = _restore_file if together(exchange, place.is_file) else _restore_sharded
+    restored = load(candidate, target, exchange, touched)
+    if stale := sorted(touched.keys() - restored.loaded):
+        raise LoadError(
+            f"a damaged checkpoint was half loaded, and {place}, which should replace it, lacks{some('', stale)} Load"
+            " that checkpoint by itself, or none."
+        )
+    return restored
 
 
 # --- a directory of shards ---------------------------------------------------------------------------------
 
 
-def _restore_sharded(path: Place, target: Target) -> dict[str, Any]:
-    restore_pieces(ShardReader(path), path, target)
-    meta = files_of(path) / META
-    rest: dict[str, Any] = load_archive(meta, str(meta), target.trust)
-    return rest
+def _restore_sharded(
+    candidate: Candidate, target: Target, exchange: Exchange, touched: dict[str, torch.Tensor]
+) -> Restored:
+    small, reader, load = together(exchange, lambda: _begin(candidate, target, exchange.rank))
+    touched.update(load.tensors)
+    reader.fetch(exchange)
+    states = together(exchange, load.finish)
+    content = {**small.content, OPTIMIZERS: states} if target.optimizers else small.content
+    return Restored(candidate.place, content, small.rank_state, frozenset(load.saved), load.unused)
 
 
-def restore_pieces(reader: PieceReader, path: Place, target: Target) -> None:
-    """Load model and optimizers.
+def _begin(candidate: Candidate, target: Target, rank: int) -> tuple[_Small, ShardShelf, PiecesLoad]:
+    """All that is small, and what there is to be read."""
+    manifest = candidate.proof if isinstance(candidate.proof, Manifest) else None
+    files = CheckpointFiles(candidate.folder, manifest, target.trust)
+    reader = ShardShelf(files)
+    load = PiecesLoad(reader, candidate.place, target)
+    return _Small.read(files, target.trust, rank), reader, load
+
+
+class _Small(NamedTuple):
+    """The small files of a checkpoint."""
+
+    content: dict[str, Any]
+    rank_state: Any
+
+    @staticmethod
+    def read(files: CheckpointFiles, trust: bool, rank: int) -> _Small:
+        def load(name: str) -> Any:
+            return load_archive(io.BytesIO(files.read(name)), str(files.place / name), trust)
+
+        content = load(META)
+        if not isinstance(content, dict):
+            raise UntrustedCheckpointError(f"{files.place / META} is not what Lightning writes")
+        own, any_other = RANK_FILE.format(rank), RANK_FILE.format(0)
+        has_any = files.has(any_other)
+        return _Small(content, load(own if files.has(own) else any_other) if has_any else None)
+
+
+class PiecesLoad:
+    """A state in pieces on its way into a target: says what it needs, and puts it together when it is there.
 
     Args:
-        reader: Has their state in pieces.
-        path: Where that lies, for errors.
-        target: What to restore into.
+        shelf: Where it comes from.
+        label: What to call that in errors.
+        target: Where it goes.
+
+    Raises:
+        MismatchedCheckpointError: It is the state of another model; nothing has been touched.
     """
-    _load_sharded_model(reader, path, target)
-    for index, optimizer in enumerate(target.optimizers):
-        _load_sharded_optimizer(reader, path, target, index, optimizer)
+
+    def __init__(self, shelf: Shelf, label: object, target: Target) -> None:
+        self._shelf, self._target = shelf, target
+        self._optimizers = [
+            SavedOptimizer(shelf, index, target.module, target.trust) for index in range(len(target.optimizers))
+        ]
+        _check_optimizers(label, [optimizer.is_there for optimizer in self._optimizers])
+        state = model_state(target.module)
+        prefix = next((key for key in _MODEL_KEYS if any(name.startswith(key) for name in shelf.names)), "\0")
+        flat = {clean_name(name.removeprefix(prefix)): name for name in shelf.names if name.startswith(prefix)}
+        self.saved, self.unused = _match(label, target, state, flat)
+        self.tensors = {name: state[name] for name in self.saved if is_staged(state[name])}
+        self._rooms: dict[str, torch.Tensor] = {}
+        shapes = {name: (shelf.tensor_shape(self.saved[name]), tensor) for name, tensor in self.tensors.items()}
+        _check_shapes(label, shapes)
+        for name, flat_name in self.saved.items():
+            if name in self.tensors:
+                shelf.want(flat_name, self.tensors[name])
+            else:
+                self._want_other(name, flat_name)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """After the fetch; gives the states of the optimizers."""
+        values = [name for name in self.saved if name not in self.tensors and name not in self._rooms]
+        others = {name: self._shelf.value(self.saved[name], self._target.trust) for name in values}
+        _load_through_module(self._target.module, self.tensors, others | self._rooms)
+        return [optimizer.state() for optimizer in self._optimizers]
+
+    def _want_other(self, name: str, flat_name: str) -> None:
+        """What cannot be copied into: a value, or a tensor to be given to the module."""
+        if self._shelf.tensor_shape(flat_name) is None:
+            self._shelf.want_value(flat_name)
+            return
+        shape, dtype = self._shelf.room_for(flat_name)
+        self._rooms[name] = torch.empty(shape, dtype=dtype)
+        self._shelf.want(flat_name, self._rooms[name])
 
 
-def _load_sharded_model(reader: PieceReader, path: Place, target: Target) -> None:
-    prefix = next((key for key in _MODEL_KEYS if any(name.startswith(key) for name in reader.names)), "")
-    flat = {name.removeprefix(prefix): name for name in reader.names if prefix and name.startswith(prefix)}
-    wanted = model_state(target.module)
-    if target.strict:
-        _check_names(path, wanted.keys(), flat.keys(), "model")
-    tensors = {name: value for name, value in wanted.items() if name in flat and is_staged(value)}
-    _check_shapes(path, {name: (reader.tensor_shape(flat[name]), value) for name, value in tensors.items()})
-    with torch.no_grad():
-        reader.read_into({flat[name]: tensor for name, tensor in tensors.items()})
-    values = [name for name in wanted if name in flat and name not in tensors]
-    others = {name: _read_any(reader, flat[name], target.trust) for name in values}
-    _load_through_module(target.module, tensors, others)
+def _match(
+    label: object, target: Target, state: Mapping[str, Any], saved: Mapping[str, Any]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """For each entry of the module that is loaded, what it is in the checkpoint; and what nobody asked for."""
+    wanted = {name: target.name_of(name) for name in state}
+    names = {name: other for name, other in wanted.items() if other is not None}
+    unused = frozenset(saved) - set(names.values())
+    missing = sorted(set(names.values()) - set(saved))
+    is_partial = len(names) < len(wanted)
+    if target.strict and (missing or (unused and not is_partial)):
+        raise MismatchedCheckpointError(
+            f"the checkpoint {label} belongs to another model.{some('Missing in it', missing)}"
+            f"{some('Unknown to the model', sorted(unused))} Use the same model, or start this one in another"
+            " directory; `strict_loading = False` on the LightningModule loads what fits."
+        )
+    return {name: saved[other] for name, other in names.items() if other in saved}, unused
+
+
+def _check_optimizers(label: object, there: Sequence[bool]) -> None:
+    if there and not any(there):
+        raise WeightsOnlyCheckpointError(
+            f"the checkpoint {label} has weights only (save_weights_only=True), so training cannot go on from it. Start"
+            " a new run from its weights: `lightning_resilience.load_weights(model, path)`, and `fit` without"
+            " `ckpt_path`."
+        )
+    for index, is_there in enumerate(there):
+        if not is_there:
+            raise other_optimizer(_label(label, index), "the checkpoint has no state for it")
 
 
 def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor], others: dict[str, Any]) -> None:
@@ -115,191 +309,55 @@ def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor],
         module.load_state_dict({original[name]: value for name, value in others.items()}, strict=False)
 
 
-def _load_sharded_optimizer(
-    reader: PieceReader, path: Place, target: Target, index: int, optimizer: torch.optim.Optimizer
-) -> None:
-    root = f"optimizer_{index}"
-    by_path = {reader.path_of(name): name for name in reader.names if name.startswith(f"{root}.")}
-    if not by_path:
-        raise _other_optimizer(path, index, _NO_STATE)
-    groups = _read_groups(reader, by_path, root, target.trust)
-    names = group_names(target.module, optimizer)
-    _check_groups(path, index, [group["params"] for group in groups], names)
-    state, tensors = _make_state(reader, by_path, root, _parameters(names, optimizer), target.trust)
-    with torch.no_grad():
-        reader.read_into(tensors)
-    _load_optimizer(optimizer, names, state, groups)
-
-
-def _read_groups(
-    reader: PieceReader, by_path: Mapping[tuple[str | int, ...], str], root: str, trust: bool
-) -> list[dict[str, Any]]:
-    groups: dict[int, dict[str, Any]] = {}
-    for way, name in by_path.items():
-        if way[:2] == (root, "param_groups") and len(way) > 3:  # no groups at all are one empty value
-            index, key = int(way[2]), str(way[3])
-            groups.setdefault(index, {})[key] = _read_any(reader, name, trust)
-    return [groups[index] for index in sorted(groups)]
-
-
-def _read_any(reader: PieceReader, name: str, trust: bool) -> Any:
-    shape = reader.tensor_shape(name)
-    if shape is None:
-        return reader.value(name, trust)
-    tensor = torch.empty(shape, dtype=reader.dtype(name))
-    reader.read_into({name: tensor})
-    return tensor
-
-
-def _make_state(
-    reader: PieceReader,
-    by_path: Mapping[tuple[str | int, ...], str],
-    root: str,
-    parameters: Mapping[str, torch.Tensor],
-    trust: bool,
-) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-    """State by parameter name with room for what is read next, and that room by flat name."""
-    state: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for way, name in by_path.items():
-        if way[:2] != (root, "state") or len(way) < 4 or str(way[2]) not in parameters:
-            continue
-        shape = reader.tensor_shape(name)
-        if shape is None:
-            value = reader.value(name, trust)
-        else:
-            value = tensors[name] = _empty(shape, reader.dtype(name), like=parameters[str(way[2])])
-        entry: dict[Any, Any] = state.setdefault(str(way[2]), {})
-        for key in way[3:-1]:
-            entry = entry.setdefault(key, {})
-        entry[way[-1]] = value
-    return state, tensors
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Room for an optimizer's tensor: sharded as its parameter if it has the parameter's shape."""
-    if not isinstance(like, DTensor):
-        return torch.empty(shape, dtype=dtype, device=like.device if shape == tuple(like.shape) else "cpu")
-    if shape != tuple(like.shape):
-        return torch.empty(shape, dtype=dtype)
-    with torch.no_grad():
-        local = torch.empty_like(like.to_local(), dtype=dtype)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 # --- one file ----------------------------------------------------------------------------------------------
 
 
-def _restore_file(path: Place, target: Target) -> dict[str, Any]:
-    content: dict[str, Any] = load_archive(path, str(path), target.trust, mmap=True)
-    if not isinstance(content, dict) or "state_dict" not in content:
-        raise MismatchedCheckpointError(f"{path} is not a Lightning checkpoint: it has no 'state_dict'")
-    _load_file_model(path, content.pop("state_dict"), target)
-    states = content.pop("optimizer_states", [])
-    for index, optimizer in enumerate(target.optimizers):
-        if index >= len(states):
-            raise _other_optimizer(path, index, _NO_STATE)
-        _load_file_optimizer(path, states[index], target, index, optimizer)
-    return content
+def _restore_file(
+    candidate: Candidate, target: Target, exchange: Exchange, touched: dict[str, torch.Tensor]
+) -> Restored:
+    """Verified by one rank before the others look at it; its pages are in memory then."""
+    together(exchange, lambda: check_share(candidate, exchange.rank, exchange.world_size, target.trust))
+    return together(exchange, lambda: _read_file(candidate.place, target, exchange.rank, touched))
 
 
-def _load_file_model(path: Place, state: Mapping[str, Any], target: Target) -> None:
-    saved = {clean_name(name): value for name, value in state.items()}
-    wanted = model_state(target.module)
-    if target.strict:
-        _check_names(path, wanted.keys(), saved.keys(), "model")
-    tensors = {name: value for name, value in wanted.items() if name in saved and is_staged(value)}
-    _check_shapes(path, {name: (tuple(saved[name].shape), value) for name, value in tensors.items()})
+def _read_file(place: Place, target: Target, rank: int, touched: dict[str, torch.Tensor]) -> Restored:
+    content: dict[str, Any] = load_archive(place, str(place), target.trust, mmap=True)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
+        raise MismatchedCheckpointError(f"{place} is not a Lightning checkpoint: it has no 'state_dict'")
+    states = content.pop(OPTIMIZERS, [])
+    _check_optimizers(place, [index < len(states) for index in range(len(target.optimizers))])
+    if target.optimizers:
+        content[OPTIMIZERS] = states[: len(target.optimizers)]
+    ranks: list[bytes] | None = content.pop(RANK_STATES, None)
+    rank_state = None
+    if ranks:
+        label = f"{place} (state of rank {rank})"
+        rank_state = load_archive(io.BytesIO(ranks[rank % len(ranks)]), label, target.trust)
+    loaded, unused = _load_file_model(place, content.pop("state_dict"), target, touched)
+    return Restored(place, content, rank_state, loaded, unused)
+
+
+def _load_file_model(
+    label: object, saved: Mapping[str, Any], target: Target, touched: dict[str, torch.Tensor]
+) -> tuple[frozenset[str], frozenset[str]]:
+    state = model_state(target.module)
+    found, unused = _match(label, target, state, {clean_name(name): value for name, value in saved.items()})
+    tensors = {name: state[name] for name in found if is_staged(state[name])}
+    _check_shapes(
+        label, {name: (tuple(getattr(found[name], "shape", ("none",))), tensor) for name, tensor in tensors.items()}
+    )
+    touched.update(tensors)
     for name, tensor in tensors.items():
-        _copy_piece(tensor, saved[name])
-    others = {name: saved[name] for name in wanted if name in saved and name not in tensors}
+        copy_piece(tensor, found[name])
+    others = {name: value for name, value in found.items() if name not in tensors}
     _load_through_module(target.module, tensors, others)
-
-
-def _load_file_optimizer(
-    path: Place, saved: Mapping[str, Any], target: Target, index: int, optimizer: torch.optim.Optimizer
-) -> None:
-    names = group_names(target.module, optimizer)
-    saved_groups = [list(group["params"]) for group in saved["param_groups"]]
-    flat = [name for group in names for name in group]
-    keys = [key for group in saved_groups for key in group]
-    if keys and isinstance(keys[0], str):
-        _check_groups(path, index, saved_groups, names)
-        key_of = {name: name for name in flat}
-    else:
-        _check_sizes_of_groups(path, index, saved_groups, names)
-        key_of = dict(zip(flat, keys, strict=True))
-    state = {}
-    for name, parameter in _parameters(names, optimizer).items():
-        if key_of[name] in saved["state"]:
-            entries = saved["state"][key_of[name]].items()
-            state[name] = {key: _piece_like(value, parameter) for key, value in entries}
-    _load_optimizer(optimizer, names, state, saved["param_groups"])
-
-
-def _piece_like(value: Any, parameter: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    room = _empty(tuple(value.shape), value.dtype, like=parameter)
-    _copy_piece(room, value)
-    return room
-
-
-def _copy_piece(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy from a whole tensor the piece that this rank holds; of a mapped file only that piece is read."""
-    with torch.no_grad():
-        local = target.to_local() if isinstance(target, DTensor) else target
-        offsets, shape = local_chunk(target)
-        piece = whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
-        local.copy_(piece)
+    return frozenset(found), unused
 
 
 # --- what both share ---------------------------------------------------------------------------------------
 
 
-def _parameters(names: Sequence[Sequence[str]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for group, group_of_names in zip(optimizer.param_groups, names, strict=True):
-        found.update(zip(group_of_names, group["params"], strict=True))
-    return found
-
-
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Sequence[Sequence[str]],
-    state: Mapping[str, dict[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Through the optimizer's own ``load_state_dict``, which knows where its tensors belong."""
-    index = {name: number for number, name in enumerate(_flat(names))}
-    optimizer.load_state_dict(
-        {
-            "state": {index[name]: value for name, value in state.items()},
-            "param_groups": [
-                {**saved, "params": [index[name] for name in group]} for saved, group in zip(groups, names, strict=True)
-            ],
-        }
-    )
-
-
-def _flat(names: Sequence[Sequence[str]]) -> Iterator[str]:
-    for group in names:
-        yield from group
-
-
-def _check_names(path: Place, wanted: Any, saved: Any, what: str) -> None:
-    missing, unexpected = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
-    if missing or unexpected:
-        raise MismatchedCheckpointError(
-            f"the checkpoint {path} belongs to another {what}.{_some('Missing in it', missing)}"
-            f"{_some('Unknown to the model', unexpected)} Use the same model, or start this one in another"
-            " directory; `strict_loading = False` on the LightningModule loads what fits."
-        )
-
-
-def _check_shapes(path: Place, pairs: Mapping[str, tuple[tuple[int, ...] | None, torch.Tensor]]) -> None:
+def _check_shapes(label: object, pairs: Mapping[str, tuple[tuple[Any, ...] | None, torch.Tensor]]) -> None:
     wrong = [
         f"{name} {shape} instead of {tuple(tensor.shape)}"
         for name, (shape, tensor) in pairs.items()
@@ -307,40 +365,10 @@ def _check_shapes(path: Place, pairs: Mapping[str, tuple[tuple[int, ...] | None,
     ]
     if wrong:
         raise MismatchedCheckpointError(
-            f"the checkpoint {path} belongs to another model.{_some('Other shapes in it', wrong)} Use the"
+            f"the checkpoint {label} belongs to another model.{some('Other shapes in it', wrong)} Use the"
             " hyper-parameters it was trained with."
         )
 
 
-def _check_groups(path: Place, index: int, saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
-    if [sorted(map(clean_name, group)) for group in saved] == [sorted(group) for group in names]:
-        return
-    here, there = set(_flat(names)), {clean_name(name) for name in _flat(saved)}
-    raise _other_optimizer(
-        path,
-        index,
-        f"it has {len(saved)} parameter group(s), yours has {len(names)}."
-        f"{_some('Only in the checkpoint', sorted(there - here))}{_some('Only in yours', sorted(here - there))}",
-    )
-
-
-def _check_sizes_of_groups(
-    path: Place, index: int, saved: Sequence[Sequence[Any]], names: Sequence[Sequence[str]]
-) -> None:
-    sizes, ours = [len(group) for group in saved], [len(group) for group in names]
-    if sizes != ours:
-        raise _other_optimizer(path, index, f"its groups have {sizes} parameters, yours have {ours}")
-
-
-def _other_optimizer(path: Place, index: int, why: str) -> MismatchedCheckpointError:
-    return MismatchedCheckpointError(
-        f"the checkpoint {path} does not fit optimizer {index}: {why}. Configure the optimizers as they were when"
-        " it was saved, or load the weights only: `load_from_checkpoint`, or `fit` without `ckpt_path`."
-    )
-
-
-def _some(label: str, items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f" {label}: {', '.join(items[:_SHOWN])}{more}."
+def _label(place: object, index: int) -> str:
+    return f"the checkpoint {place}, optimizer {index},"

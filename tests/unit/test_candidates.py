@@ -202,7 +202,11 @@ class TwoRanks:
 def test_a_fault_that_only_another_rank_saw_counts(tmp_path: Path) -> None:
     a_checkpoint(tmp_path, step=1)
     with pytest.raises(DamagedCheckpointError, match="rank 1 found it"):
-        choose(place_for(tmp_path / "step=1.ckpt"), TwoRanks(b"rank 1 found it"), fall_back=False)
+        choose(
+            place_for(tmp_path / "step=1.ckpt"),
+            TwoRanks(b'["DamagedCheckpointError", "rank 1 found it"]'),
+            fall_back=False,
+        )
 
 
 def test_a_writer_that_is_still_busy_is_waited_for(
