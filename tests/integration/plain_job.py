@@ -37,7 +37,7 @@ class TinyLlama(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
-        self.model: Any = LlamaForCausalLM(config())  # type: ignore[no-untyped-call]  # of transformers
+        self.model: Any = LlamaForCausalLM(config())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -46,7 +46,8 @@ class TinyLlama(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in self.parameters() if parameter.ndim > 1]
         norms = [parameter for parameter in self.parameters() if parameter.ndim <= 1]
-        return torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}, {"params": matrices}], lr=self.lr)
+        groups: list[dict[str, Any]] = [{"params": norms, "weight_decay": 0.0}, {"params": matrices}]
+        return torch.optim.AdamW(groups, lr=self.lr)
 
 
 def loader() -> DataLoader[Any]:

@@ -106,7 +106,8 @@ def test_transformers_load_safetensors(folder: Path, expected: dict[str, Any]) -
     hub = folder / "hf"
     assert checkpoints("consolidate", newest(folder), hub / "model.safetensors", "--strip-prefix", "model.") == 0
     config().save_pretrained(hub)
-    model, report = LlamaForCausalLM.from_pretrained(hub, output_loading_info=True)
+    loaded: Any = LlamaForCausalLM.from_pretrained(hub, output_loading_info=True)
+    model, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     for name, tensor in model.state_dict().items():
