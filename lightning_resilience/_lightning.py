@@ -219,7 +219,7 @@ def agree_on_resume(trainer: Trainer, agree: Callable[[str | None], str | None])
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         path = agree(None if not checkpoint_path else os.fspath(checkpoint_path))
-        original(connector, path, weights_only)
+        original(connector, path, _weights_only_of_the_run() if weights_only is None else weights_only)
 
     connector.resume_start = resume_start  # type: ignore[method-assign]  # of this instance
 
@@ -235,6 +235,17 @@ def restore_parameter_groups(trainer: Trainer) -> None:
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
+
+
+def _weights_only_of_the_run() -> bool | None:
+    """What `fit(weights_only=...)` was given: `Trainer._run` (2.6) forgets it for strategies that restore late."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code is Trainer._run.__code__:
+            asked: bool | None = frame.f_locals.get("weights_only")
+            return asked
+    return None
 
 
 def calling_trainer() -> Trainer | None:
@@ -263,7 +274,8 @@ def show_pending_saves(is_pending: Callable[[Trainer, str], bool]) -> None:
         return
 
     def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
-        here = trainer.is_global_zero and (self._fs.exists(filepath) or is_pending(trainer, os.fspath(filepath)))
+        pending = is_pending(trainer, os.fspath(filepath))  # everywhere: what it raises must not leave ranks waiting
+        here = trainer.is_global_zero and (pending or self._fs.exists(filepath))
         return trainer.strategy.reduce_boolean_decision(here, all=False)
 
     file_exists.shows_pending = True  # type: ignore[attr-defined]

@@ -239,7 +239,8 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def is_pending(self, path: _PATH) -> bool:
         """Whether a checkpoint of this name is on its way."""
-        return self._engine is not None and not self._engine.wait(self.place(path).path, timeout_s=0.0)
+        place = self.place(path)  # an error for a path that cannot be, also before the first save
+        return self._engine is not None and not self._engine.wait(place.path, timeout_s=0.0)
 
     @property
     def is_busy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ METADATA = ".metadata"
 META = "meta.pt"
 RANK_FILE = "rank_{}.pt"  # only ours have it
 _SUFFIX = ".ckpt"
+_COUNTED = re.compile(r"(epoch|step)=\d")
 _POLL_S = 0.1
 
 
@@ -110,20 +112,20 @@ def resolved(place: Place) -> str:
     return place.path if is_url(place.path) else os.path.realpath(place.path)
 
 
-def find(directory: Place) -> list[Candidate]:
-    """All checkpoints below ``directory``, newest first; a metric's name with a slash in it makes folders."""
-    found = [examine(place) for place in _checkpoints_below(directory)]
+def find(directory: Place, enter: Callable[[str], bool] = lambda name: True) -> list[Candidate]:
+    """All checkpoints in ``directory`` and the folders below it whose names ``enter`` lets in, newest first."""
+    found = [examine(place) for place in _checkpoints_below(directory, enter)]
     present = [candidate for candidate in found if candidate.place.exists()]  # a writer may be at work
     return sorted(present, key=lambda candidate: candidate.created_ns, reverse=True)
 
 
-def _checkpoints_below(directory: Place) -> Iterator[Place]:
+def _checkpoints_below(directory: Place, enter: Callable[[str], bool]) -> Iterator[Place]:
     for entry in directory.entries():
         place = directory / entry.name
         if _may_be_checkpoint(place, entry):
             yield place
-        elif entry.is_directory and not entry.is_link and not entry.name.startswith("."):
-            yield from _checkpoints_below(place)
+        elif entry.is_directory and not entry.is_link and not entry.name.startswith(".") and enter(entry.name):
+            yield from _checkpoints_below(place, enter)
 
 
 def with_predecessors(place: Place) -> list[Candidate]:
@@ -143,8 +145,18 @@ def with_predecessors(place: Place) -> list[Candidate]:
         raise LoadError(f"{place} is neither a checkpoint nor a directory that holds one")
     first = examine(place)
     real = place.resolved()
-    older = [candidate for candidate in find(place.parent) if candidate.place.resolved() != real]
+    older = [candidate for candidate in _same_run(place) if candidate.place.resolved() != real]
     return [first, *(candidate for candidate in older if candidate.fault or candidate.created_ns <= first.created_ns)]
+
+
+def _same_run(place: Place) -> list[Candidate]:
+    """What lies beside a checkpoint. Folders below or above may be those of other runs, and are only looked into if
+    their names say that a metric's slash made them: `val/loss` makes `epoch=0-val`.
+    """
+    directory = place.parent
+    while _COUNTED.search(directory.name):
+        directory = directory.parent
+    return find(directory, enter=lambda name: _COUNTED.search(name) is not None)
 
 
 def examine(place: Place) -> Candidate:

@@ -11,7 +11,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -106,18 +106,19 @@ def _tupled(value: Any) -> Any:
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
     """Leaves of a nested state, named as ``torch.distributed.checkpoint`` names them."""
     leaves: list[Leaf] = []
-    _collect(state, "", (), leaves)
+    _collect(state.items(), "", (), leaves)
     return leaves
 
 
-def _collect(value: Any, name: str, path: Path, leaves: list[Leaf]) -> None:
-    for key, item in _children(value):
-        way = (*path, key)
-        label = f"{name}.{key}" if path else str(key)
-        if isinstance(item, torch.Tensor) or _is_whole(way) or not _children(item):
-            leaves.append(Leaf(label, way, item))
+def _collect(children: Iterable[tuple[str | int, Any]], name: str, path: Path, leaves: list[Leaf]) -> None:
+    prefix = f"{name}." if path else ""
+    for key, item in children:
+        way, label = (*path, key), f"{prefix}{key}"
+        below = () if isinstance(item, torch.Tensor) or _is_whole(way) else _children(item)
+        if below:
+            _collect(below, label, way, leaves)
         else:
-            _collect(item, label, way, leaves)
+            leaves.append(Leaf(label, way, item))
 
 
 def _is_whole(path: Path) -> bool:

@@ -29,6 +29,8 @@ def check_policy(argument: str, policy: WrapPolicy) -> WrapPolicy:
     if policy is None or policy == "auto":
         return policy
     if isinstance(policy, (set, frozenset, list, tuple)):
+        if not policy:
+            raise ConfigurationError(f"{argument}={policy!r} names no class. Use None for no units, or name one.")
         return {_layer_class(argument, item) for item in policy}
     if callable(policy) and not isinstance(policy, type):
         return policy

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy
-from lightning_resilience.errors import DamagedCheckpointError, LoadError
+from lightning_resilience import AsyncCheckpointIO, _lightning
+from lightning_resilience.errors import ConfigurationError, DamagedCheckpointError, LoadError
+from lightning_resilience.strategy_checkpoints import CheckpointingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice about tiny runs
 
@@ -82,6 +85,18 @@ def test_a_name_that_is_still_being_written_is_taken(tmp_path: Path) -> None:
     assert kept(tmp_path / "ours", AsyncCheckpointIO()) == kept(tmp_path / "stock", None)
 
 
+def test_a_path_that_cannot_be_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """Were it raised on rank 0 alone, the others would wait for its answer for ever."""
+
+    def wait(decision: bool, all: bool) -> bool:
+        raise AssertionError("rank 1 waits for rank 0")
+
+    strategy = SimpleNamespace(checkpoint_io=AsyncCheckpointIO(), reduce_boolean_decision=wait)
+    rank1: Any = SimpleNamespace(is_global_zero=False, strategy=strategy)
+    with pytest.raises(ConfigurationError, match=r"nowhere://a/b\.ckpt"):
+        ModelCheckpoint(dirpath=tmp_path).file_exists("nowhere://a/b.ckpt", rank1)
+
+
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[AsyncCheckpointIO, Path]:
     """Two checkpoints, of which the newer one is damaged."""
@@ -121,6 +136,31 @@ def test_saves_stay_asynchronous_in_a_fit_after_a_validation(tmp_path: Path) -> 
     assert seen == [False, *[True] * (len(SCORES) - 1)]
 
 
+class RestoresLate(SingleDeviceStrategy):
+    """Restores after its set-up, as sharding strategies do, and notes how it was told to load."""
+
+    restore_checkpoint_after_setup = True
+    asked: bool | None = None
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        _lightning.agree_on_resume(trainer, lambda path: path)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.asked = weights_only
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_weights_only_of_fit_is_not_lost_on_the_way(asked: bool | None, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    a_trainer(None, checkpoint).fit(Model(), loader())
+    strategy = RestoresLate("cpu")
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False)
+    trainer.fit(Model(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=asked)
+    assert strategy.asked is asked
+
+
 class Told:
     """An exchange whose other rank was told something else."""
 
@@ -136,13 +176,13 @@ class Told:
 
 @pytest.mark.parametrize("other", ["a.ckpt", "b.ckpt", None])
 def test_all_ranks_resume_from_the_path_of_rank_0(other: str | None) -> None:
-    strategy = ResilientFSDPStrategy()
+    strategy = CheckpointingStrategy()
     strategy._exchange = Told(other)
     assert strategy._agreed_resume_path("a.ckpt") == "a.ckpt"
 
 
 def test_a_rank_that_alone_sees_a_checkpoint_is_an_error_on_all() -> None:
-    strategy = ResilientFSDPStrategy()
+    strategy = CheckpointingStrategy()
     strategy._exchange = Told("a.ckpt")
     with pytest.raises(LoadError, match=r"rank 1 was told to resume from a\.ckpt and rank 0 from nothing"):
         strategy._agreed_resume_path(None)

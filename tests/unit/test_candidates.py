@@ -140,6 +140,25 @@ def test_predecessors_are_only_those_committed_before(tmp_path: Path) -> None:
     assert [candidate.path for candidate in with_predecessors(place_for(second))] == [str(second), str(first)]
 
 
+def test_predecessors_are_never_those_of_another_run(tmp_path: Path) -> None:
+    """A damaged checkpoint is replaced by an older one of its run, not by what lies in the next folder."""
+    for other in ("lr=0.1", "version_0/checkpoints"):
+        a_checkpoint(tmp_path / other, step=1)
+    alone = a_checkpoint(tmp_path, step=2)
+    sweep = a_checkpoint(tmp_path / "lr=0.2", step=3)
+    assert [candidate.path for candidate in with_predecessors(place_for(alone))] == [str(alone)]
+    assert [candidate.path for candidate in with_predecessors(place_for(sweep))] == [str(sweep)]
+
+
+def test_predecessors_in_folders_made_by_a_slash_in_a_name_are_found(tmp_path: Path) -> None:
+    first = a_checkpoint(tmp_path / "epoch=0-val", step=1, name="loss=0.6.ckpt")
+    second = a_checkpoint(tmp_path / "epoch=1-val", step=2, name="loss=0.5.ckpt")
+    last = a_checkpoint(tmp_path, step=3, name="last.ckpt")
+    expected = [str(last), str(second), str(first)]
+    assert [candidate.path for candidate in with_predecessors(place_for(last))] == expected
+    assert [candidate.path for candidate in with_predecessors(place_for(second))] == expected[1:]
+
+
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="there is no checkpoint at"):
         with_predecessors(place_for(tmp_path / "nothing.ckpt"))

@@ -241,7 +241,7 @@ class Sparse(nn.Linear):
         self.register_buffer("packed", diagonal.to_sparse_csr())
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:Sparse invariant checks")
 @each_format
 def test_sparse_buffers_come_back(write: Write, tmp_path: Path) -> None:
     saved, fresh = Sparse(3), Sparse(1)

@@ -132,6 +132,7 @@ def test_a_container_without_forward_cannot_be_a_unit() -> None:
     ("policy", "message"),
     [
         ("block", "is not a wrap policy"),
+        (set(), r"policy=set\(\) names no class\. Use None"),
         (3, "is not a wrap policy"),
         (Block, "is not a wrap policy"),
         ({Block, 3}, "holds 3, which is not a class"),
