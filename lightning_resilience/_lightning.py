@@ -27,6 +27,7 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import StrategyRegistry
@@ -357,9 +358,15 @@ def update_train_step_metrics(trainer: Trainer) -> None:
     trainer._logger_connector.update_train_step_metrics()
 
 
-def abandon_evaluation(loop: _EvaluationLoop) -> None:
-    """End a validation that was interrupted: its loaders, and what it has gathered. The next one starts anew."""
+def abandon_evaluation(loop: _EvaluationLoop) -> list[Any]:
+    """End a validation that was interrupted; returns its loaders, whose workers have ended."""
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
         loop._data_fetcher = None
     loop._logged_outputs = []
+    return [] if loop._combined_loader is None else loop._combined_loader.flattened
+
+
+def step_outputs(output: Any, accumulated: int) -> dict[str, Any]:
+    """What hooks at the end of a batch get for what a training step returned (`ClosureResult`, 2.0 on)."""
+    return ClosureResult.from_training_step_output(output, accumulated).asdict() if output is not None else {}

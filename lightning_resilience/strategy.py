@@ -243,7 +243,9 @@ class ResilientFSDPStrategy(RestartingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.enter(Section.TRAIN_STEP)
         with self.precision_plugin.train_step_context():
-            return self._run_step("training_step", *args, **kwargs)
+            output = self._run_step("training_step", *args, **kwargs)
+        self.note_output(output)
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +274,7 @@ class ResilientFSDPStrategy(RestartingStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
         self._steps.after_backward()
 
     @override

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -60,7 +61,7 @@ class RestartingStrategy(SnapshottingStrategy):
         self._control: Control | None = None
         self._engine: RestartEngine | None = None
         self._generation = 0
-        self._stepped = False
+        self._stepped = self._gradients_ready = False
         self._fence = Fence(_FENCE_LIMIT_S)
 
     # --- life
@@ -101,7 +102,7 @@ class RestartingStrategy(SnapshottingStrategy):
         """From here until the end of training faults are recovered from. Called at the end of `setup`."""
         if self._engine is None:
             return
-        loop = installed_loop(self._trainer)
+        loop = self._loop
         loop.guard = self._engine.guard
         loop.commits = Commits(self._trainer, self._committed)
         loop.epoch_loop.entering = self.enter
@@ -113,23 +114,32 @@ class RestartingStrategy(SnapshottingStrategy):
         if engine is not None:
             engine.close()
             self._generation = engine.generation + 1
-            loop = installed_loop(self._trainer)
-            loop.stand_alone()
+            self._loop.stand_alone()
 
     # --- while training
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        installed_loop(self._trainer).epoch_loop.note_batch(batch, batch_idx)
+        self._gradients_ready = False
+        self._loop.epoch_loop.note_batch(batch, batch_idx)
         if self._engine is not None:
             self._engine.check()
         super().on_train_batch_start(batch, batch_idx)
+
+    def note_output(self, output: Any) -> None:
+        """A training step has returned this."""
+        self._loop.epoch_loop.note_output(output)
 
     def enter(self, section: Section) -> None:
         """Say what is being done from now on."""
         if section is Section.TRAIN_STEP and not self._stepped:
             section = Section.FIRST_STEP
         self._heart.enter(section)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._gradients_ready = self._module.automatic_optimization and not self._loop._should_accumulate()
 
     def before_update(self) -> None:
         """Gradients are ready. From here to the next commit an interruption must wait."""
@@ -146,6 +156,7 @@ class RestartingStrategy(SnapshottingStrategy):
         if self._fence.closed:
             self._stepped = True
         self._fence.open()
+        self._gradients_ready = False
         self.enter(Section.HOOKS)
         assert self._engine is not None
         self._engine.committed()
@@ -153,11 +164,32 @@ class RestartingStrategy(SnapshottingStrategy):
     # --- for the engine
 
     def drop_interrupted_batch(self) -> None:
-        """Local: collectives are not possible."""
+        """All of it but complete gradients. Local: collectives are not possible."""
         assert self.model is not None
         forget_interrupted_batch(self.model)
+
+    @property
+    def is_ready_for_update(self) -> bool:
+        """Whether gradients are complete and the update has not begun."""
+        return self._gradients_ready and not self._fence.closed
+
+    def go_to(self, standing: Standing) -> None:
+        """Put back a commit; or do the update that leads to it, if that is all there is to do."""
+        newest = self._loop.commits.newest if self._loop.commits is not None else None
+        if newest is not None and newest.step < standing.step:
+            self._loop.epoch_loop.finish_update(self._update)
+        self._gradients_ready = False
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self._loop.go_back(standing.step, standing.stage)
+
+    def _update(self) -> None:
+        """Of the one optimizer, with gradients as they are."""
+        self.optimizer_step(self.optimizers[0], lambda: None, self.model)
+
+    @property
+    def _loop(self) -> ResumableFitLoop:
+        return installed_loop(self._trainer)
 
     def use_groups(self, groups: Groups) -> None:
         """Replace process groups in everything known to hold them."""
@@ -221,13 +253,17 @@ class Training:
 
     def standing(self) -> Standing:
         """See :class:`lightning_resilience.restart.engine.Workload`, as for all below."""
-        commits = self._loop.commits
+        commits = self._strategy._loop.commits
         newest = None if commits is None else commits.newest
         return Standing(step=0, stage=0) if newest is None else Standing(step=newest.step, stage=newest.stage)
 
     def whole(self) -> bool:
         """True outside updates."""
         return not self._strategy._fence.closed
+
+    def ready(self) -> bool:
+        """Backward is over, the update has not begun."""
+        return self._strategy.is_ready_for_update
 
     def stop(self) -> None:
         """Forget the batch."""
@@ -242,7 +278,7 @@ class Training:
         self._strategy._fence.open()
         match resumption:
             case FromCommit(standing=standing):
-                self._loop.go_back(standing.step, standing.stage)
+                self._strategy.go_to(standing)
             case FromRestorePoint(reason=reason):
                 raise StateLost(
                     f"{reason}, and there is no snapshot or checkpoint to go back to. Save checkpoints during training:"
@@ -257,7 +293,3 @@ class Training:
             hook = getattr(owner, "on_restart", None)
             if callable(hook):
                 hook(trainer, module, incident)
-
-    @property
-    def _loop(self) -> ResumableFitLoop:
-        return installed_loop(self._strategy._trainer)

@@ -11,9 +11,11 @@ from lightning_resilience._lightning import (
     ProcessedTracker,
     Progress,
     TrainingEpochLoop,
+    abandon_evaluation,
     call_train_batch_end,
     current,
     mark_epoch_begun,
+    step_outputs,
     total,
     update_train_step_metrics,
 )
@@ -23,8 +25,9 @@ from lightning_resilience.data.epoch_metrics import (
     restore_epoch_metrics,
     update_counts,
 )
+from lightning_resilience.data.position import ResumedLoader
 from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint
-from lightning_resilience.data.rng import RngState
+from lightning_resilience.data.rng import RngState, capture_rng, restore_rng
 from lightning_resilience.restart.timeouts import Section
 
 if TYPE_CHECKING:
@@ -83,6 +86,17 @@ class ResumableEpochLoop(TrainingEpochLoop):
 
     # --- going on
 
+    def abandon_validation(self) -> None:
+        """End a validation that was interrupted, with its loaders. The next one starts anew."""
+        if self._rng_before_validation is None:
+            return
+        self._rng_before_validation = self._counts_before_validation = None
+        loaders = abandon_evaluation(self.val_loop)
+        rng = capture_rng()
+        for loader in loaders:  # drawn for already, in the validation before or in this one
+            ResumedLoader(loader, 0).keep_workers_alive()
+        restore_rng(rng)
+
     def settle_progress(self, point: ResumePoint) -> None:
         """Make the counters agree with ``point``: a batch at its end counts, one in flight does not."""
         counted = current(self.batch_progress)
@@ -121,6 +135,20 @@ class ResumableEpochLoop(TrainingEpochLoop):
         super().advance(data_fetcher)
         if self.listener is not None:
             self.listener.batch_done()
+
+    def note_output(self, output: Any) -> None:
+        """Remember what the training step returned, for the same hooks, should the batch end here."""
+        if self._batch is not None:
+            self._batch.outputs = output
+
+    def finish_update(self, update: Callable[[], None]) -> None:
+        """The batch was interrupted between its backward and its update: do the update, and commit it."""
+        assert self._batch is not None
+        self._batch.outputs = step_outputs(self._batch.outputs, self.trainer.accumulate_grad_batches)
+        update()
+        self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+        self.batch_progress.increment_processed()
+        self._fit_loop.commit(self._point(Remaining.BATCH_TAIL), self._batch)
 
     def _on_before_fetch(self) -> None:
         self.entering(Section.DATA_WAIT)

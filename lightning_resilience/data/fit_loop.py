@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_resilience._lightning import (
     FitLoop,
     RestartStage,
-    abandon_evaluation,
     callback_metrics,
     clear_restarting,
     current,
@@ -176,7 +175,7 @@ class ResumableFitLoop(FitLoop):
         commit = self.commits.go_back(step, stage)
         self.resume = commit.resume
         self._entered = commit.entered
-        abandon_evaluation(self.epoch_loop.val_loop)
+        self.epoch_loop.abandon_validation()
         if self._combined_loader is not None:
             self._close_iterators()
 

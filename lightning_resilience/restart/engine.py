@@ -58,14 +58,18 @@ class Patience:
 
 
 class Workload(Protocol):
-    """What is restarted. All but `standing` and `whole` are called by the main thread, in this order."""
+    """What is restarted. All but `standing` are called by the main thread, in this order."""
 
     def standing(self) -> Standing:
         """The newest commit. Called by any thread."""
         ...
 
     def whole(self) -> bool:
-        """Whether the state is surely not in the middle of an update. Called by any thread."""
+        """Whether the state is surely not in the middle of an update."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether `restore` can do the update that was about to begin."""
         ...
 
     def stop(self) -> None:
@@ -77,7 +81,7 @@ class Workload(Protocol):
         ...
 
     def restore(self, resumption: Resumption) -> None:
-        """Go back to a state that all ranks have. Collectives are possible again.
+        """Go back to a state that all ranks have, or do the update that leads to it. Collectives are possible again.
 
         Raises:
             StateLost: There is none. On all ranks alike.
@@ -260,6 +264,7 @@ class RestartEngine:
             rank=self._control.rank,
             standing=self._workload.standing(),
             whole=self._workload.whole(),
+            ready=self._workload.ready(),
             trained=self._training,
             fault=fault or (alarm if alarm.rank == self._control.rank else None),
         )
@@ -281,6 +286,8 @@ class RestartEngine:
             return
         self._events.write(GaveUp(faults=incident.faults, reason=action.reason))
         log.error("no restart: %s", action.reason)
+        self._number += 1
+        self._rebuild(incident)  # whoever handles the error may communicate, and train again
         if isinstance(error, RestartSignal) or self._interrupter.requested:
             raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
         raise error
@@ -292,6 +299,12 @@ class RestartEngine:
 
     def _restore(self, resumption: Resumption, incident: Incident) -> None:
         incident.resumption = resumption
+        self._rebuild(incident)
+        self._workload.restore(resumption)
+        incident.done("restore")
+
+    def _rebuild(self, incident: Incident) -> None:
+        """Make the process groups again; all ranks do."""
         if self._closed is None:
             self._closed = ClosedGroups()
         self._group_control = self._control.another()
@@ -299,8 +312,6 @@ class RestartEngine:
         self._workload.use_groups(groups)
         self._closed = None
         incident.done("rebuild")
-        self._workload.restore(resumption)
-        incident.done("restore")
 
     # --- the monitor's side
 

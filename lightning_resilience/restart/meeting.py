@@ -34,21 +34,26 @@ def choose_resumption(reports: Sequence[Report]) -> Resumption:
     """Decide where to go on.
 
     Parameters change only in updates, so commits of the same step share them, and the earliest stage that a rank
-    is at is one that all of them have passed.
+    is at is one that all of them have passed. A rank that was stopped just before an update which others have done
+    does it now: its gradients are complete. The commit right after an update is stage 0.
 
     Args:
         reports: Of all ranks, in the order of ranks.
     """
     if not any(report.trained for report in reports):
         return FromTheStart()
-    behind = [report.rank for report in reports if not report.trained]
-    if behind:
-        return FromRestorePoint(reason=f"rank {behind[0]} was still setting up while others trained")
+    late = [report.rank for report in reports if not report.trained]
+    if late:
+        return FromRestorePoint(reason=f"rank {late[0]} was still setting up while others trained")
     torn = [report.rank for report in reports if not report.whole]
     if torn:
         return FromRestorePoint(reason=f"the fault struck within an optimizer's update on rank {torn[0]}")
     steps = {report.standing.step for report in reports}
-    if len(steps) > 1:
+    newest = max(steps)
+    behind = [report for report in reports if report.standing.step < newest]
+    if behind and all(report.ready and report.standing.step == newest - 1 for report in behind):
+        return FromCommit(standing=Standing(step=newest, stage=0))
+    if behind:
         each = ", ".join(f"rank {report.rank}: {report.standing.step}" for report in reports)
         return FromRestorePoint(reason=f"ranks stand at different steps ({each})")
     return FromCommit(standing=min(report.standing for report in reports))

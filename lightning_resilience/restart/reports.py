@@ -46,6 +46,7 @@ class Report:
         rank: Who says it.
         standing: Its newest commit.
         whole: False when the fault may have cut an optimizer's update in two.
+        ready: Whether gradients of the next update are complete and the update has not begun, so that it can be done.
         trained: Whether it was training, rather than setting up.
         fault: Its own fault; None if it was only stopped by those of others.
     """
@@ -53,6 +54,7 @@ class Report:
     rank: int
     standing: Standing
     whole: bool = True
+    ready: bool = False
     trained: bool = True
     fault: Fault | None = None
 

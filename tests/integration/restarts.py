@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy
+from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, RestartPolicy
 from lightning_resilience.faults.injector import FaultInjector
 from lightning_resilience.faults.plan import PlannedFault
 
@@ -195,18 +195,25 @@ class Recorder(Logger):
         self.finalized.append(status)
 
 
+class Journal:
+    """A restart puts plain attributes of callbacks back; what an object of a class of its own holds it leaves alone."""
+
+    def __init__(self) -> None:
+        self.restarts: list[str] = []
+
+
 class Witness(L.Callback):
     """Sees what must not happen, and what must."""
 
     def __init__(self) -> None:
         self.exceptions = 0
-        self.restarts: list[str] = []
+        self.journal = Journal()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.exceptions += 1
 
     def on_restart(self, trainer: L.Trainer, pl_module: L.LightningModule, incident: Any) -> None:
-        self.restarts = [*self.restarts, incident.cause]  # a new list, as a restart puts back the one it knows
+        self.journal.restarts.append(incident.cause)
 
 
 def data(batches: int) -> TensorDataset:
@@ -229,10 +236,11 @@ def fit(run: Run, folder: Path) -> dict[str, Any]:
     callbacks: list[L.Callback] = [average, witness, stopping, FaultInjector(PlannedFault(**f) for f in run.faults)]
     if run.saves:
         callbacks.append(ModelCheckpoint(run.saves, filename="{step}", every_n_train_steps=2, save_top_k=-1))
+    patient = RestartPolicy(max_restarts_without_progress=20)  # many faults at the end of an epoch
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=ResilientFSDPStrategy(**{"hang_timeout": HANG_TIMEOUT_S, **run.strategy}),
+        strategy=ResilientFSDPStrategy(hang_timeout=HANG_TIMEOUT_S, restart=patient, **run.strategy),
         callbacks=callbacks,
         plugins=[AsyncCheckpointIO()] if run.saves else [],
         logger=recorder,
@@ -261,7 +269,7 @@ def fit(run: Run, folder: Path) -> dict[str, Any]:
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
         "exceptions": witness.exceptions,
-        "restarts": witness.restarts,
+        "restarts": witness.journal.restarts,
         "training": model.training,
     }
 
