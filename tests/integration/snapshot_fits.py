@@ -1,0 +1,138 @@
+"""Runs on each rank: `fit`s one after another, most of which end in an exception; where each began, and its losses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, newest_checkpoint
+from tests.integration.fits import Net, loader
+
+
+class Fault(Exception):
+    """What ends a fit."""
+
+
+class Crash(L.Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            raise Fault
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        assert self.calls.eq(5).all(), "the checkpoint was asked for, and not the snapshot"
+
+
+class Manual(Net):
+    """Steps its optimizer itself, and not through Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def make_strategy(kind: str) -> Strategy:
+    if kind == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    return ResilientFSDPStrategy(state_dict_type="full" if kind == "full" else "sharded")
+
+
+def make_trainer(
+    folder: Path, kind: str = "sharded", crash: int = -1, every: int | str | None = 1, save_every: int = 5
+) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=make_strategy(kind),
+        plugins=[AsyncCheckpointIO(snapshot_every_n_steps=every)],  # type: ignore[arg-type]  # "auto", or a number
+        callbacks=[
+            Crash(crash),
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=save_every, save_top_k=-1),
+        ],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        max_steps=12,
+    )
+
+
+def fit(folder: Path, path: str | None, model: type[Net] = Net, **arguments: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    module = model()
+    trainer = make_trainer(folder, **arguments)
+    error = ""
+    try:
+        trainer.fit(module, loader(), ckpt_path=path)
+    except Fault:
+        error = "Fault"
+    return {
+        "first": min(module.losses, default=None),
+        "losses": {str(step): loss.hex() for step, loss in module.losses.items()},
+        "calls": module.calls.tolist(),
+        "error": error,
+        "ckpt_path": None if trainer.ckpt_path is None else Path(trainer.ckpt_path).name,
+        "in_memory": left_in_memory(),
+    }
+
+
+def left_in_memory() -> int:
+    """Files of this rank; the other may be a moment behind."""
+    mine = f"-rank{os.environ['RANK']}-"
+    return sum(name.startswith("lightning-resilience-snapshot-") and mine in name for name in os.listdir("/dev/shm"))
+
+
+def main() -> None:
+    logging.basicConfig(format="%(levelname)s rank {RANK}: %(message)s".format_map(os.environ))
+    logging.getLogger("lightning_resilience").setLevel(logging.INFO)
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    a, results = root / "a", {}
+    results["reference"] = fit(root / "reference", None, every=None)
+    results["killed at the start"] = fit(a, None, crash=3)
+    results["nobody spoke of resuming"] = fit(a, None, crash=4)
+    results["before the first checkpoint"] = fit(a, newest_checkpoint(a), crash=7)
+    results["an older checkpoint"] = fit(a, newest_checkpoint(a), crash=11)
+    make_trainer(a).validate(Evaluated(), loader(), ckpt_path=str(a / "step=5.ckpt"), verbose=False)
+    results["not the newest"] = fit(a, str(a / "step=5.ckpt"), crash=6)
+    results["after going back"] = fit(a, newest_checkpoint(a), crash=8)
+    results["to the end"] = fit(a, newest_checkpoint(a))
+    results["after the end"] = fit(a, newest_checkpoint(a))
+    full = root / "full"
+    newest_checkpoint(full)
+    results["full"] = fit(full, None, crash=3, kind="full")
+    results["full, again"] = fit(full, None, kind="full")
+    results["manual, whole"] = fit(root / "whole", None, Manual, every=None)  # schedulers are not stepped there
+    manual = root / "manual"
+    newest_checkpoint(manual)
+    results["manual"] = fit(manual, None, Manual, crash=3)
+    results["manual, again"] = fit(manual, None, Manual)
+    automatic = root / "automatic"
+    newest_checkpoint(automatic)
+    results["auto"] = fit(automatic, None, crash=6, every="auto", save_every=100)
+    results["auto, again"] = fit(automatic, None, every="auto", save_every=100)
+    results["ddp"] = fit(root / "ddp", None, kind="ddp")
+    (root / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
