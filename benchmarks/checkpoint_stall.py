@@ -24,8 +24,8 @@ from benchmarks.stall.options import DEFAULT_METHODS, METHODS, QUICK_METHODS, Op
 from benchmarks.stall.report import NOT_INSTALLED, figures, print_report, targets
 
 _PREFIX = "checkpoint-stall-"
-_COPIES = 9  # states that the methods hold in memory at a time, the original included
-_SHARED_COPIES = 5  # of which in shared memory
+_COPIES = 11  # states that the methods hold in memory at a time, the original included
+_SHARED_COPIES = 7  # of which in shared memory
 _SAVES_ON_DISK = 2.2
 _SMALL_TENSOR = 4096  # with all that is around it
 _START_UP_S = 240.0

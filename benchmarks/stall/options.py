@@ -30,6 +30,7 @@ METHODS: dict[str, Facts] = {
     "nvrx": Facts("NVRx, copied to a warm buffer first", peer=True),
     "nvrx-torn": Facts("NVRx as documented, torn"),
     "ours": Facts("lightning_resilience"),
+    "snapshot": Facts("lightning_resilience, snapshot in memory"),
 }
 """Every method by its short name, in the order of the table."""
 

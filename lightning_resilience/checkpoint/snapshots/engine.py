@@ -143,7 +143,7 @@ class Snapshots:
             ArenaError: There is not enough shared memory.
         """
         small = self._pack(state)
-        self._fit(small.needed)
+        self._fit(small.needed).lay_out(small.layout)
 
     def take(self, step: int, make: Callable[[], State]) -> None:
         """Take a snapshot of the state as it is now.

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from lightning_resilience._torch import cuda_in_use, pin, unpin
+from lightning_resilience.checkpoint.layout import ShardLayout
 from lightning_resilience.checkpoint.snapshots import leftovers
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.warm_memory import WarmMemory, create_file, require_room
@@ -99,6 +100,18 @@ class SnapshotFile:
         if not all(self._is_whole(index, part) for part in parts.values()):
             return None
         return Snapshot(parts=parts, start=start, **fields)
+
+    def lay_out(self, layout: ShardLayout) -> None:
+        """Get the slots ready that hold nothing.
+
+        Raises:
+            ArenaError: The memory could not be had after all.
+        """
+        self._memory.ready()
+        self._pin()
+        for index, slot in enumerate(self.slots):
+            if self.read(index) is None:
+                slot.prepare(layout)
 
     def begin(self) -> Slot:
         """The slot for the next snapshot, whose old content is void from now on.
