@@ -152,7 +152,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if chosen.is_dir():
             raise MismatchedCheckpointError(
                 f"{chosen} is a sharded checkpoint, and this strategy reads single files. Use ResilientFSDPStrategy,"
-                f" or convert it: lightning-resilience checkpoints consolidate {chosen} plain.ckpt"
+                f" or convert it: python -m lightning.fabric.utilities.consolidate_checkpoint {chosen}"
             )
         content: dict[str, Any] = load_archive(
             chosen, str(chosen), self.trusts(weights_only), map_location=map_location or "cpu"
