@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_resilience.checkpoint.candidates import META
+from lightning_resilience.checkpoint.archives import load_archive
+from lightning_resilience.checkpoint.candidates import META, METADATA
 from lightning_resilience.checkpoint.catalog import Listed
+from lightning_resilience.checkpoint.files import CheckpointFiles
 from lightning_resilience.checkpoint.manifest import Manifest
+from lightning_resilience.checkpoint.metadata import decode_metadata
 from lightning_resilience.checkpoint.proven import ProvenFile
-from lightning_resilience.checkpoint.reader import ShardReader, load_archive
 from lightning_resilience.checkpoint.state import clean_name
 from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import DamagedCheckpointError
@@ -87,16 +89,20 @@ class ShardedContents:
 
     Args:
         listed: The checkpoint.
+        trust: Follow links.
 
     Raises:
         DamagedCheckpointError: Its metadata cannot be read.
-        UntrustedCheckpointError: Its metadata holds something else than metadata.
+        UntrustedCheckpointError: Its metadata holds something else than metadata, or makes no sense.
     """
 
-    def __init__(self, listed: Listed) -> None:
+    def __init__(self, listed: Listed, trust: bool = False) -> None:
         self._listed = listed
+        self._checkpoint = CheckpointFiles(
+            listed.folder, listed.proof if isinstance(listed.proof, Manifest) else None, trust
+        )
         self._files: dict[str, ProvenFile] = {}
-        self._metadata: Metadata = ShardReader(listed.folder).metadata
+        self._metadata: Metadata = decode_metadata(self._whole(METADATA), str(listed.folder / METADATA))
         self._names = {self._way(name): name for name in self._metadata.state_dict_metadata}
         self.tensors: dict[Way, TensorEntry] = {
             way: TensorEntry(tuple(entry.size), entry.properties.dtype)
@@ -153,15 +159,23 @@ class ShardedContents:
     def _check_pieces(self, name: str, entry: TensorEntry, saved: TensorStorageMetadata) -> None:
         """Before memory is taken for it: a tampered size must not ask for more than the files have."""
         indices = [MetadataIndex(name, chunk.offsets) for chunk in saved.chunks]
-        there = sum(self._metadata.storage_data[index].length for index in indices)
+        there = sum(self._where(index)[2] for index in indices)
         if sum(torch.Size(chunk.sizes).numel() for chunk in saved.chunks) != torch.Size(entry.shape).numel():
             raise DamagedCheckpointError(f"{self._listed.place}: the pieces of {name!r} do not make it whole")
         if entry.nbytes > there:
             raise DamagedCheckpointError(f"{self._listed.place}: {name!r} is said to be larger than what is there")
 
     def _bytes(self, index: MetadataIndex) -> bytes:
-        info = self._metadata.storage_data[index]
-        return bytes(self._file(Path(info.relative_path).name).read(info.offset, info.length))
+        name, start, length = self._where(index)
+        return bytes(self._file(name).read(start, length))
+
+    def _where(self, index: MetadataIndex) -> tuple[str, int, int]:
+        info = self._metadata.storage_data.get(index)
+        found: tuple[Any, ...] = () if info is None else (info.relative_path, info.offset, info.length)
+        if tuple(map(type, found)) != (str, int, int):
+            raise DamagedCheckpointError(f"{self._listed.place}: its metadata does not say where {index.fqn!r} lies")
+        name, start, length = found
+        return name, start, length
 
     def _whole(self, name: str) -> bytes:
         file = self._file(name)
@@ -169,9 +183,7 @@ class ShardedContents:
 
     def _file(self, name: str) -> ProvenFile:
         if name not in self._files:
-            proof = self._listed.proof
-            record = proof.files.get(name) if isinstance(proof, Manifest) else None
-            self._files[name] = ProvenFile(self._listed.folder / name, record)
+            self._files[name] = ProvenFile(self._checkpoint, name)
         return self._files[name]
 
 

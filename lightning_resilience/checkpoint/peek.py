@@ -33,7 +33,7 @@ def peek(place: Place) -> Facts | None:
     """Facts of a file that ``torch.save`` wrote; None where it is something else, or cannot be read."""
     try:
         return read_facts(_pickle_in(place))
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+    except (OSError, ValueError, OverflowError, zipfile.BadZipFile, NotImplementedError):
         return None
 
 

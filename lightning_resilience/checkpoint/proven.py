@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import xxhash
 
-from lightning_resilience.checkpoint.digest import BLOCK, pieces
-from lightning_resilience.checkpoint.manifest import FileRecord
-from lightning_resilience.checkpoint.storage import Place
+from lightning_resilience.checkpoint.digest import BLOCK
+from lightning_resilience.checkpoint.files import CheckpointFiles, altered
 from lightning_resilience.errors import DamagedCheckpointError
 
 
@@ -16,14 +15,19 @@ class ProvenFile:
     A file whose record has one digest for all of it is verified by :meth:`finish`.
 
     Args:
-        place: The file.
-        record: Its size and digest; None where nothing says so.
+        files: The checkpoint.
+        name: Of the file.
+
+    Raises:
+        DamagedCheckpointError: It is missing.
+        UntrustedCheckpointError: It is outside of the checkpoint.
     """
 
-    def __init__(self, place: Place, record: FileRecord | None) -> None:
-        self._place = place
-        self.size = record.size if record else _size_of(place)
-        self._digests = pieces(record.size, record.xxh3) if record else []
+    def __init__(self, files: CheckpointFiles, name: str) -> None:
+        self._files = files
+        self._name = name
+        self.size = files.size(name)
+        self._digests = [piece for piece in files.pieces(name) if piece[2]]
         self._verified: set[int] = set()
         self._number = -1
         self._block = memoryview(b"")
@@ -36,7 +40,8 @@ class ProvenFile:
         """
         end = start + length
         if start < 0 or length < 0 or end > self.size:
-            raise DamagedCheckpointError(f"{self._place} ends before byte {end}, which its metadata refers to")
+            place = self._files.place / self._name
+            raise DamagedCheckpointError(f"{place} ends before byte {end}, which its metadata refers to")
         data = bytearray(length)
         for number in range(start // BLOCK, -(-end // BLOCK)):
             block, offset = self._load(number), number * BLOCK
@@ -68,18 +73,14 @@ class ProvenFile:
 
     def _fetch(self, start: int, length: int) -> memoryview:
         data = memoryview(bytearray(length))
-        if self._place.read_into(start, data) != length:
-            raise DamagedCheckpointError(f"{self._place} ends before byte {start + length}")
+        source = self._files.open(self._name)
+        try:
+            source.read(start, [data])
+        finally:
+            source.close()
         return data
 
     def _compare(self, number: int, found: str, expected: str) -> None:
         if found != expected:
-            raise DamagedCheckpointError(f"{self._place} does not hold what was written: its checksum differs")
+            raise altered(self._files.place / self._name)
         self._verified.add(number)
-
-
-def _size_of(place: Place) -> int:
-    found = place.stat()
-    if found is None:
-        raise DamagedCheckpointError(f"{place} is missing")
-    return found.size

@@ -212,7 +212,7 @@ def _target(target: str) -> Path:
 def _opened(listed: Listed, trust: bool, *, proven: bool = False) -> Iterator[Contents]:
     """The contents of a checkpoint; one file is verified first, if asked, and a remote one is fetched."""
     if listed.folder.is_dir():
-        yield ShardedContents(listed)
+        yield ShardedContents(listed, trust)
         return
     if proven:
         with output.progress("verifying", listed.size) as advance:

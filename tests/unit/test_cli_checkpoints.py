@@ -280,6 +280,26 @@ def test_prune_asks_whoever_sits_at_the_terminal(
     assert len(list(runs.iterdir())) == left
 
 
+def test_a_checkpoint_that_leads_out_of_its_directory_is_not_followed(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, out = runs / "step=30.ckpt", runs.parent / "out.safetensors"
+    shard = checkpoint / "__0_0.distcp"
+    shard.rename(runs.parent / "secret")
+    shard.symlink_to(runs.parent / "secret")
+    code, text = run(capsys, "consolidate", checkpoint, out)
+    assert (code, out.exists()) == (1, False)  # no link has the size that the manifest says
+    (checkpoint / "manifest.json").unlink()  # now as if another tool had written it
+    (checkpoint / "rank_0.pt").unlink()
+    code, text = run(capsys, "consolidate", checkpoint, out)
+    assert (code, "link" in text, out.exists()) == (3, True, False)
+    assert run(capsys, "consolidate", checkpoint, out, "--trust")[0] == 0
+    metadata = (checkpoint / ".metadata").read_bytes()
+    (checkpoint / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"../../secret"))
+    code, text = run(capsys, "consolidate", checkpoint, out, "--trust", "--force")
+    assert (code, "outside" in text) == (3, True)
+
+
 def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(
         {**meta(5, hyper_parameters={"\x1b[2J": 1}), "state_dict": {"w\x1b]0;x\x07": torch.ones(1)}},
