@@ -5,10 +5,12 @@ A test in ``tests/unit/test_private_names*.py`` fails when one of them moves.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
@@ -19,6 +21,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -281,6 +284,127 @@ def show_pending_saves(is_pending: Callable[[Trainer, str], bool]) -> None:
 
     file_exists.shows_pending = True  # type: ignore[attr-defined]
     ModelCheckpoint.file_exists = file_exists  # type: ignore[method-assign]
+
+
+class Keeper(Protocol):
+    """Who does for a `ModelCheckpoint` what it would do itself, when saves are asynchronous. On all ranks, in order."""
+
+    def work(self, callback: ModelCheckpoint, trainer: Trainer) -> AbstractContextManager[None]:
+        """Around everything in which it decides what to save, and writes its books."""
+        ...
+
+    def save(self, callback: ModelCheckpoint, trainer: Trainer, path: str) -> None:
+        """Save a checkpoint, and tell the loggers when it exists."""
+        ...
+
+    def link(self, callback: ModelCheckpoint, trainer: Trainer, path: str, link: str) -> None:
+        """Make another name for a checkpoint when it exists."""
+        ...
+
+    def remove(self, callback: ModelCheckpoint, trainer: Trainer, path: str) -> None:
+        """Delete a checkpoint when the one that replaces it exists."""
+        ...
+
+    def resume(self, callback: ModelCheckpoint, trainer: Trainer) -> None:
+        """Training starts, perhaps with books from an earlier run."""
+        ...
+
+    def all_here(self, trainer: Trainer) -> bool:
+        """Whether, during an exception, all ranks have come to save; the same answer on each."""
+        ...
+
+
+def hand_over(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
+    """Let a keeper do the work of `ModelCheckpoint` for trainers that have one. Called again it changes nothing.
+
+    `ModelCheckpoint` takes a save for done when the call returns. Its steps (`_save_topk_checkpoint`,
+    `_save_last_checkpoint`, `_save_checkpoint`, `_remove_checkpoint`: 1.5 on; `_link_checkpoint`: 2.1 on) have no other
+    seam. `OnExceptionCheckpoint` (1.8 on) saves on one rank, and `ModelCheckpoint(save_on_exception=True)` (2.6 on).
+    """
+    if getattr(ModelCheckpoint, "handed_over", False):
+        return
+    ModelCheckpoint.handed_over = True  # type: ignore[attr-defined]
+
+    def around(name: str, act: Callable[[Callable[..., None], Keeper, Any, Trainer, tuple[Any, ...]], None]) -> None:
+        original = getattr(ModelCheckpoint, name)
+
+        @functools.wraps(original)
+        def method(self: ModelCheckpoint, trainer: Trainer, *args: Any) -> None:
+            keeper = keeper_of(trainer)
+            if keeper is None:
+                original(self, trainer, *args)
+            else:
+                act(original, keeper, self, trainer, args)
+
+        setattr(ModelCheckpoint, name, method)
+
+    def work(original: Callable[..., None], keeper: Keeper, callback: Any, trainer: Trainer, args: Any) -> None:
+        with keeper.work(callback, trainer):
+            original(callback, trainer, *args)
+
+    def together(original: Callable[..., None], keeper: Keeper, callback: Any, trainer: Trainer, args: Any) -> None:
+        if callback._should_save_on_exception(trainer) and keeper.all_here(trainer):
+            work(original, keeper, callback, trainer, args)
+
+    def start(original: Callable[..., None], keeper: Keeper, callback: Any, trainer: Trainer, args: Any) -> None:
+        original(callback, trainer, *args)
+        keeper.resume(callback, trainer)
+
+    around("_save_topk_checkpoint", work)
+    around("_save_last_checkpoint", work)
+    around("on_exception", together)
+    around("on_train_start", start)
+    around("_save_checkpoint", lambda _, keeper, callback, trainer, args: keeper.save(callback, trainer, *args))
+    around("_remove_checkpoint", lambda _, keeper, callback, trainer, args: keeper.remove(callback, trainer, *args))
+    _hand_over_links(keeper_of)
+    _hand_over_exceptions(keeper_of)
+
+
+def _hand_over_links(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
+    """`_link_checkpoint` is static: the callback is found where it is called."""
+    original = ModelCheckpoint._link_checkpoint
+
+    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        keeper = keeper_of(trainer)
+        if keeper is None:
+            original(trainer, filepath, linkpath)
+        else:
+            keeper.link(sys._getframe(1).f_locals["self"], trainer, filepath, linkpath)
+
+    ModelCheckpoint._link_checkpoint = staticmethod(link_checkpoint)  # type: ignore[method-assign]
+
+
+def _hand_over_exceptions(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
+    original = OnExceptionCheckpoint.on_exception
+
+    def on_exception(self: OnExceptionCheckpoint, trainer: Trainer, *args: Any, **options: Any) -> None:
+        keeper = keeper_of(trainer)
+        if keeper is None or keeper.all_here(trainer):
+            original(self, trainer, *args, **options)
+
+    OnExceptionCheckpoint.on_exception = on_exception  # type: ignore[method-assign]
+
+
+def saved(callback: ModelCheckpoint) -> tuple[int, str]:
+    """Step and path of what a `ModelCheckpoint` has saved last.
+
+    `_last_global_step_saved` (1.5 on) keeps it from saving a step twice, `_last_checkpoint_saved` (2.1 on) is what
+    `save_last="link"` links to.
+    """
+    return callback._last_global_step_saved, callback._last_checkpoint_saved
+
+
+def set_saved(callback: ModelCheckpoint, step: int, path: str) -> None:
+    """The opposite of :func:`saved`."""
+    callback._last_global_step_saved, callback._last_checkpoint_saved = step, path
+
+
+def ends_training(trainer: Trainer) -> bool:
+    """Whether no optimizer step will follow, as far as can be told during a step or at the end of an epoch."""
+    last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+    epochs = trainer.max_epochs
+    last_epoch = epochs is not None and epochs != -1 and trainer.current_epoch + 1 >= epochs and trainer.is_last_batch
+    return trainer.should_stop or last_step or last_epoch
 
 
 def save_interval(callback: ModelCheckpoint) -> int:

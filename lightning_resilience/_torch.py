@@ -9,11 +9,14 @@ import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -327,3 +330,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:
 def tensors_in(tree: object) -> list[Tensor]:
     """All tensors in nested containers; the same module, for the same reason."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# --- exceptions on some ranks ------------------------------------------------------------------------------
+
+
+def own_store(prefix: str, timeout_s: float) -> Store:
+    """The store of the default process group under a prefix, through a connection of its own.
+
+    Torch 2.13: `_get_default_store` is the only way to it; a client that waits keeps other threads from using it, and
+    its time-out is everybody's, hence the `clone` (2.5 on).
+
+    Args:
+        prefix: Of all keys.
+        timeout_s: How long an operation may take.
+    """
+    default: Any = distributed_c10d._get_default_store()
+    store: Store = default.clone()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return PrefixStore(prefix, store)

@@ -19,22 +19,28 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_resilience import _lightning
+from lightning_resilience._torch import own_store
 from lightning_resilience.checkpoint.adviser import Adviser, advice_from
+from lightning_resilience.checkpoint.backpressure import POLICIES, OnBusy
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
-from lightning_resilience.checkpoint.history import SaveReport
+from lightning_resilience.checkpoint.history import SaveCounts, SaveReport, Verdict
 from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest, checked_policies
+from lightning_resilience.checkpoint.roll_call import RollCall
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.verify import choose
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
+from lightning_resilience.events import Event, EventLog
+from lightning_resilience.keeper import CommitKeeper
 from lightning_resilience.kept import scope_of
 
 log = logging.getLogger(__name__)
 
 _PATIENCE_ON_ERROR_S = 30.0
+_ROLL_CALL_S = 10.0
 _MEASURED = 3  # saves before advice is given unasked: the first is not like the others
 
 
@@ -51,8 +57,14 @@ class AsyncCheckpointIO(CheckpointIO):
     Args:
         shm_dir: Directory on a memory file system where the state is staged. Each rank needs ``slots`` times the
             size of its part of the state there.
-        slots: How many states can be staged or being written at a time. A save waits while all are in use.
-        timeout: How long a save may take to become durable, in seconds or as a timedelta.
+        slots: How many states can be staged or being written at a time.
+        on_busy: What a `ModelCheckpoint` gets when storage is behind and all slots are in use: "latest", the new state
+            takes the place of the oldest that waits for its turn; "skip", it is not saved; "wait", training waits.
+            What is saved otherwise, and the last state of `fit`, is never skipped or replaced.
+        timeout: How long a save may take from when its turn came until it is durable, in seconds or as a timedelta.
+            One that takes longer has failed, and the next ones are tried.
+        max_consecutive_failures: Training stops with an error after so many failed saves in a row; None for never.
+        events: File to which every rank appends what happens, one JSON object a line; None for no file.
         on_damage: What ``fit`` does when the checkpoint it shall resume from is damaged: use the one "previous" to
             it with a loud warning, or "raise".
         trust: Unpickle any object when loading. It can run any code: only for checkpoints you trust.
@@ -73,7 +85,10 @@ class AsyncCheckpointIO(CheckpointIO):
         *,
         shm_dir: str = "/dev/shm",
         slots: int = 2,
+        on_busy: OnBusy = "latest",
         timeout: float | timedelta = 1800.0,
+        max_consecutive_failures: int | None = 3,
+        events: str | None = None,
         on_damage: Literal["previous", "raise"] = "previous",
         trust: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -86,8 +101,14 @@ class AsyncCheckpointIO(CheckpointIO):
         self._storage_options = plain_options(storage_options)
         self._options_of: dict[str, Mapping[str, Any]] = {}  # by path, of saves that brought their own
         self._options = EngineOptions(
-            shm_dir=shm_dir, slots=_at_least_one(slots), deadline_s=_seconds(timeout), on_busy="wait"
+            shm_dir=shm_dir,
+            slots=_at_least_one("slots", slots, "how many states to stage at a time"),
+            deadline_s=_seconds(timeout),
+            on_busy=_policy(on_busy),
+            max_consecutive_failures=_failures(max_consecutive_failures),
         )
+        self._events_path = events
+        self._events: EventLog | None = None
         self.fall_back = _falls_back(on_damage)
         self.trust = trust
         self._exchange: Exchange = Alone()
@@ -96,13 +117,25 @@ class AsyncCheckpointIO(CheckpointIO):
         self._history: list[SaveReport] = []
         self._adviser = Adviser()
         self._keep = checked_policies(keep)
+        self._untold: list[Verdict] = []
         self._in_fit = True  # as far as is known: nothing tells a plugin when training starts
+        self._roll_call: tuple[dist.ProcessGroup, RollCall] | None = None
+        self._no_saves = ""
+        self.tag = 0
+        self.called = ""
+        self.keeper = CommitKeeper(self)
         _lightning.show_pending_saves(_is_pending)
+        _lightning.hand_over(_keeper_of)
 
     @property
     def history(self) -> list[SaveReport]:
-        """How each save of this rank went, oldest first: stall, bytes, seconds until durable, error."""
+        """How each save of this rank went, oldest first: stall, bytes, seconds until durable, outcome, error."""
         return [*self._history, *(self._engine.history if self._engine else [])]
+
+    @property
+    def counts(self) -> SaveCounts:
+        """How many saves of this rank ended how, and for how long training has waited for storage."""
+        return SaveCounts.of(self.history)
 
     def advice(self, *, mean_time_between_faults: float | timedelta = ASSUMED_MTBF_S) -> IntervalAdvice | None:
         """How often to save, from what saves have cost so far; None before the first is durable.
@@ -129,7 +162,18 @@ class AsyncCheckpointIO(CheckpointIO):
         self._in_fit = self._in_fit or (trainer is not None and trainer.training)
         self._warn_if_no_snapshots()
         step = int(checkpoint.get("global_step", 0))
-        self._started().save_file(target, step, checkpoint, storage_options=self._options_for(target))
+        self.called = "file"
+        if self._no_saves:
+            self._skip(target, step)
+            return
+        self._started().save_file(
+            target,
+            step,
+            checkpoint,
+            storage_options=self._options_for(target),
+            required=self._is_required(trainer),
+            tag=self.tag,
+        )
         self._say_advice(step)
         self._retain(target)
         self._finish_outside_fit()
@@ -182,19 +226,29 @@ class AsyncCheckpointIO(CheckpointIO):
                 what is pending is left to the writer processes, which finish it in any case.
         """
         handling = sys.exc_info()[1] is not None
-        self._in_fit = False
+        self._in_fit, self._no_saves = False, ""
         failure: SaveError | None = None
         try:
             self._close(_PATIENCE_ON_ERROR_S if handling else None)
         except SaveError as error:
             failure = error
+        self._settle(alone=handling)
         if handling and failure is not None:
             log.error("%s", failure)
-        elif not handling:
-            if isinstance(self._exchange, Alone):
-                _meet()
-            if failure is not None:
-                raise failure
+        elif not handling and failure is not None:
+            raise failure
+
+    def _settle(self, alone: bool) -> None:
+        """Everything is committed or has failed: tell the callbacks, unless other ranks may not come any more."""
+        trainer = _lightning.calling_trainer()
+        news, self._untold = self._untold, []
+        if alone and trainer is not None and trainer.world_size > 1:
+            self.keeper.forget()
+            return
+        if isinstance(self._exchange, Alone) and not alone:
+            _meet()
+        if trainer is not None:
+            self.keeper.finish(trainer, news)
 
     # --- what our strategy calls, on all ranks -----------------------------------------------------------------
 
@@ -227,10 +281,97 @@ class AsyncCheckpointIO(CheckpointIO):
     ) -> None:
         """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
         target = self._place_to_save(path, storage_options).path
-        self._started().save_sharded(target, step, state, files, storage_options=self._options_for(target))
+        self.called = "sharded"
+        if self._no_saves:
+            self._skip(target, step)
+            return
+        self._started().save_sharded(
+            target,
+            step,
+            state,
+            files,
+            storage_options=self._options_for(target),
+            required=self._is_required(_lightning.calling_trainer()),
+            tag=self.tag,
+        )
         self._say_advice(step)
         self._retain(target)
         self._finish_outside_fit()
+
+    # --- what the keeper of ModelCheckpoint's books calls ------------------------------------------------------
+
+    def take_verdicts(self) -> list[Verdict]:
+        """See ``keeper.Saver``."""
+        verdicts, self._untold = self._untold, []
+        return verdicts + (self._engine.take_verdicts() if self._engine is not None else [])
+
+    def tell(self, trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
+        """See ``keeper.Saver``."""
+        if not isinstance(self._exchange, Alone):
+            told: dict[str, Any] = json.loads(self._exchange.all_gather(json.dumps(message).encode())[0])
+            return told
+        return trainer.strategy.broadcast(message) if trainer.world_size > 1 else message
+
+    def exists(self, path: str) -> bool:
+        """See ``keeper.Saver``; what cannot be looked at counts as there."""
+        try:
+            return self.place(path).exists()
+        except (OSError, ConfigurationError):
+            return True
+
+    def link(self, path: str, link: str) -> None:
+        """See ``keeper.Saver``."""
+        self._started().link(self.place(path).path, self.place(link).path)
+
+    def remove_after_newest(self, path: str) -> None:
+        """See ``keeper.Saver``."""
+        if self._engine is None:
+            self.remove_checkpoint(path)
+        else:
+            self._engine.remove(self.place(path).path, self._options_for(path), persist=False, held=True)
+
+    def release(self, path: str) -> None:
+        """See ``keeper.Saver``."""
+        if self._engine is not None:
+            self._engine.release(self.place(path).path)
+
+    def all_here(self, trainer: Trainer) -> bool:
+        """Whether all ranks have come to save during an exception, at the same step; the same answer on each.
+
+        Waits a bounded time for the others. What they save must be one state, so the step counts.
+        """
+        if self._no_saves:
+            log.warning("no checkpoint is saved now: %s", self._no_saves)
+            return False
+        if trainer.world_size == 1 or not dist.is_initialized():
+            return True
+        group = dist.group.WORLD
+        assert group is not None
+        if self._roll_call is None or self._roll_call[0] is not group:
+            store = own_store("lightning_resilience/roll_call", _ROLL_CALL_S)
+            self._roll_call = group, RollCall(store, trainer.world_size, _ROLL_CALL_S)
+        if self._roll_call[1](f"step {trainer.global_step}"):
+            return True
+        log.warning(
+            "no checkpoint is saved because of the exception: within %.0f s not every rank came to save step %d. The"
+            " newest checkpoint is the one to go on from.",
+            _ROLL_CALL_S,
+            trainer.global_step,
+        )
+        return False
+
+    # --- for everybody -----------------------------------------------------------------------------------------
+
+    def suspend_saves(self, reason: str) -> None:
+        """Skip saves from now on, with ``reason`` in the log: other ranks are not able to take part.
+
+        Called on the training thread, and nothing else of the plugin then; until :meth:`resume_saves` or the teardown.
+        """
+        self._no_saves = reason
+
+    def resume_saves(self) -> None:
+        """The opposite of :meth:`suspend_saves`."""
+        self._no_saves = ""
 
     def wait(self, path: _PATH | None = None) -> None:
         """Wait until the pending saves (to ``path``) are durable or have failed."""
@@ -281,10 +422,25 @@ class AsyncCheckpointIO(CheckpointIO):
                 " plugin only of saves. Use ResilientFSDPStrategy, or leave it out."
             )
 
+    def _is_required(self, trainer: Trainer | None) -> bool:
+        """Whether just this state must be saved: it is not one of many, or there will be no other."""
+        return self.tag == 0 or (trainer is not None and _lightning.ends_training(trainer))
+
+    def _skip(self, path: str, step: int) -> None:
+        log.warning("the checkpoint %s (step %d) is skipped: %s", path, step, self._no_saves)
+        self._untold.append(Verdict(self.tag, "skipped"))
+
     def _started(self) -> CheckpointEngine:
         if self._engine is None:
-            self._engine = CheckpointEngine(self._options, self._exchange)
+            if self._events_path is not None:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                self._events = EventLog(self._events_path, rank=rank)
+            self._engine = CheckpointEngine(self._options, self._exchange, emit=self._emit)
         return self._engine
+
+    def _emit(self, event: Event) -> None:
+        if self._events is not None:
+            self._events.write(event)
 
     def _say_advice(self, step: int) -> None:
         self._adviser.saved(step, time.monotonic())
@@ -318,12 +474,21 @@ class AsyncCheckpointIO(CheckpointIO):
             engine.close(patience_s)
         finally:
             self._history.extend(engine.history)
+            self._untold += engine.take_verdicts() + engine.take_news()
+            events, self._events = self._events, None
+            if events is not None:
+                events.close()
 
 
 def _meet() -> None:
     """With DDP only rank 0 knows of saves; the others may look for files next, so they wait until those are there."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def _keeper_of(trainer: Trainer) -> CommitKeeper | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.keeper if isinstance(plugin, AsyncCheckpointIO) else None
 
 
 def _is_pending(trainer: Trainer, path: str) -> bool:
@@ -351,10 +516,21 @@ def plain_options(options: Mapping[str, Any] | None) -> Mapping[str, Any] | None
     return None if options is None else dict(options)
 
 
-def _at_least_one(slots: int) -> int:
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
-        raise ConfigurationError(f"AsyncCheckpointIO(slots={slots!r}): how many states to stage at a time, 1 or more")
-    return slots
+def _at_least_one(name: str, number: int, what: str) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ConfigurationError(f"AsyncCheckpointIO({name}={number!r}): {what}, 1 or more")
+    return number
+
+
+def _failures(limit: int | None) -> int | None:
+    what = "how many failed saves in a row stop training"
+    return None if limit is None else _at_least_one("max_consecutive_failures", limit, what)
+
+
+def _policy(on_busy: OnBusy) -> OnBusy:
+    if on_busy not in POLICIES:
+        raise ConfigurationError(f'AsyncCheckpointIO(on_busy={on_busy!r}): "latest", "skip" or "wait"')
+    return on_busy
 
 
 def _seconds(timeout: float | timedelta) -> float:

@@ -49,6 +49,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     _readable_checked = False
     _restored_from: Place | None = None  # while the optimizers' state of that checkpoint is not yet in place
     _prepared = False
+    _roll_call: tuple[BaseException, bool] | None = None
 
     @override
     def _setup_distributed(self) -> None:
@@ -116,12 +117,32 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         plugin = self.checkpoint_io
+        if self._is_alone:
+            return
         if not isinstance(plugin, AsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._save_distributed_checkpoint:
             self._save_sharded(plugin, dict(checkpoint), filepath, storage_options)
         else:
             self._save_full(plugin, checkpoint, filepath, storage_options)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether an exception is being handled with which other ranks have nothing to do.
+
+        They are in the middle of something else and will not come to save: whoever waited for them would hang.
+        """
+        error, plugin = sys.exc_info()[1], self.checkpoint_io
+        if error is None or self.world_size == 1 or not isinstance(plugin, AsyncCheckpointIO):
+            return False
+        if self._roll_call is None or self._roll_call[0] is not error:
+            self._roll_call = error, plugin.all_here(self._trainer)
+        return not self._roll_call[1]
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if name != "Trainer.save_checkpoint" or not self._is_alone:
+            super().barrier(name)
 
     def _save_sharded(
         self, plugin: AsyncCheckpointIO, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None
@@ -169,6 +190,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             return whole.cpu() if self.is_global_zero else torch.empty(0)
 
+        if self._is_alone:
+            return {}
         with torch.no_grad():
             gathered = map_tensors(gather, state)
         return gathered if self.is_global_zero else {}
@@ -247,6 +270,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         """Leave when every save is committed: what a rank does next may depend on the files it finds."""
         super().teardown()
+        self._roll_call = None
         if sys.exc_info()[1] is None:
             self._together(self.checkpoint_io.teardown, SaveError)
         else:  # the other ranks may never come

@@ -63,13 +63,18 @@ def admit(
     the ranks have said of their queues is still true then.
     """
     with writer.held() as queue:
+        told = history.take_news() if exchange.rank == 0 else []
         mine = {
             **asdict(wish),
             "attempt": uuid.uuid4().hex[:12],
             "queue": [asdict(staged) for staged in queue],
-            "news": [asdict(verdict) for verdict in history.take_news()] if exchange.rank == 0 else [],
+            "news": [asdict(verdict) for verdict in told],
         }
-        answers = [json.loads(answer) for answer in exchange.all_gather(json.dumps(mine).encode())]
+        try:
+            answers = [json.loads(answer) for answer in exchange.all_gather(json.dumps(mine).encode())]
+        except BaseException:  # another rank is gone: what it was not told is told next time
+            history.put_back(told)
+            raise
         first = answers[0]
         queues = [[Staged(**staged) for staged in answer["queue"]] for answer in answers]
         decision = decide(policy, slots, wish.step, first["required"], queues)

@@ -109,6 +109,7 @@ class CheckpointEngine:
         self._verdicts: list[Verdict] = []
         self._failures = 0
         self._put_off: deque[tuple[str, Mapping[str, Any] | None]] = deque()
+        self._held: dict[str, int] = {}
         self._last_save = 0
         self._next_id = 0
         self._pid = os.getpid()
@@ -249,13 +250,21 @@ class CheckpointEngine:
         )
         self._submit(slot, call, [FileImage("", slot.offset, file.size)])
 
-    def remove(self, path: str, storage_options: Mapping[str, Any] | None = None, *, persist: bool = True) -> None:
+    def remove(
+        self,
+        path: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        persist: bool = True,
+        held: bool = False,
+    ) -> None:
         """Delete a checkpoint after the newest save is committed; called on rank 0 only.
 
         Args:
             path: The checkpoint.
             storage_options: For the file system of a URL.
             persist: If that save is not committed, delete it after the next one that is.
+            held: Wait for :meth:`release` besides, for :meth:`close`, or for the death of this process.
         """
 
         def report(done: Done) -> None:
@@ -264,7 +273,15 @@ class CheckpointEngine:
             elif done.void and persist:
                 self._put_off.append((path, storage_options))
 
-        self._writer.submit(Remove(self._new_id(), path, self._last_save, storage_options), report)
+        number = self._new_id()
+        if held:
+            self._held[path] = number
+        self._writer.submit(Remove(number, path, self._last_save, storage_options, held), report)
+
+    def release(self, path: str) -> None:
+        """Let the held removal of a checkpoint happen."""
+        if (number := self._held.pop(path, None)) is not None:
+            self._writer.release(number)
 
     def retain(
         self,
@@ -319,6 +336,8 @@ class CheckpointEngine:
             SaveError: The last save failed, or what is pending did not become durable in time.
         """
         atexit.unregister(self._close_at_exit)
+        for path in list(self._held):
+            self.release(path)
         patience_s = self._options.deadline_s if patience_s is None else patience_s
         finished = False
         try:
@@ -398,6 +417,8 @@ class CheckpointEngine:
             storage_options=call.storage_options,
         )
         slot.request_id = self._last_save = save.id
+        if (number := self._held.pop(call.path, None)) is not None:  # saved anew
+            self._writer.cancel(number)
         staged = sum(image.size for image in images)
         stall_s = time.monotonic() - call.began
         report = SaveReport(call.path, call.step, staged, stall_s, call.waited_s, tag=call.tag)

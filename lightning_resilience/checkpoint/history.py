@@ -127,6 +127,11 @@ class History:
             news, self._news = self._news, []
         return news
 
+    def put_back(self, news: list[Verdict]) -> None:
+        """They could not be told."""
+        with self._lock:
+            self._news = [*news, *self._news]
+
     def staged(self, number: int, report: SaveReport) -> None:
         """A save was handed to the writer."""
         with self._lock:

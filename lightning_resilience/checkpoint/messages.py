@@ -99,7 +99,7 @@ class Begin(Message):
 
 @dataclass(frozen=True)
 class Drop(Message):
-    """To the writer: forget a save that has not begun, and all that should have come after it."""
+    """To the writer: forget a held removal, or a save that has not begun and all that should have come after it."""
 
     kind: ClassVar[str] = "drop"
     id: int
@@ -113,6 +113,7 @@ class Remove(Message):
         id: Number of the request.
         path: What to delete.
         after: The save that must be committed before; 0 for none. If that one fails nothing is deleted.
+        held: Wait for :class:`Release` besides, or until the rank is gone: it still names the checkpoint.
         storage_options: For the file system of a path that is a URL. May hold credentials: never shown.
     """
 
@@ -121,6 +122,15 @@ class Remove(Message):
     path: str
     after: int = 0
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Release(Message):
+    """To the writer: the rank no longer names what this removal deletes."""
+
+    kind: ClassVar[str] = "release"
+    id: int
 
 
 @dataclass(frozen=True)
@@ -198,7 +208,7 @@ class Done(Message):
 
 Request = Save | Remove | Link | Retain
 
-_ALL = (Attach, Save, Begin, Drop, Remove, Retain, Link, Stop, Written, Done)
+_ALL = (Attach, Save, Begin, Drop, Remove, Release, Retain, Link, Stop, Written, Done)
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in _ALL}
 
 

@@ -30,6 +30,8 @@ from lightning_resilience.checkpoint.messages import (
     Done,
     Drop,
     Message,
+    Release,
+    Remove,
     Request,
     Save,
     Stop,
@@ -175,6 +177,20 @@ class WriterClient:
             request.on_done(Done(request.message.id, void=True))
         return number
 
+    def release(self, number: int) -> None:
+        """Let a held removal happen."""
+        with self._state.changed:
+            request = self._state.requests.get(number)
+            if request is not None and isinstance(request.message, Remove):
+                request.message = replace(request.message, held=False)
+                self._send(Release(number))
+
+    def cancel(self, number: int) -> None:
+        """Forget a held removal."""
+        with self._state.changed:
+            if self._state.requests.pop(number, None) is not None:
+                self._send(Drop(number))
+
     # --- waiting -----------------------------------------------------------------------------------------------
 
     def is_written(self, request_id: int) -> bool:
@@ -195,7 +211,7 @@ class WriterClient:
         )
 
     def wait_idle(self, timeout_s: float | None = None, path: str | None = None) -> bool:
-        """Wait until all requests (or those for ``path``) are finished; False when time ran out."""
+        """Wait until all requests (or those for ``path``) but held removals are finished; False when time ran out."""
         return self._wait(lambda: not self._unfinished(path), timeout_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -207,7 +223,8 @@ class WriterClient:
         return request is None or request.written  # a finished one is forgotten
 
     def _unfinished(self, path: str | None) -> bool:
-        return any(path in (None, request.message.path) for request in self._state.requests.values())
+        messages = [request.message for request in self._state.requests.values()]
+        return any(path in (None, message.path) for message in messages if not _is_held(message))
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -440,6 +457,10 @@ class WriterClient:
             self._send(replace(message, staged=not request.written) if isinstance(message, Save) else message)
             if request.begun is not None:
                 self._begin(number, request)
+
+
+def _is_held(message: Request) -> bool:
+    return isinstance(message, Remove) and message.held
 
 
 def _after(message: Request) -> int:

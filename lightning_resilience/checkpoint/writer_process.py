@@ -65,7 +65,7 @@ class Writer:
             if (save := self._queue.next_save(alone=self._rank.closed)) is not None:
                 self._save(save)
             self._commit_in_order()
-            for request, committed in self._queue.take_ready():
+            for request, committed in self._queue.take_ready(alone=self._stopping or self._rank.closed):
                 self._follow(request, committed)
         if self._arena is not None:
             self._arena.close()

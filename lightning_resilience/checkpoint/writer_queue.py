@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_resilience.checkpoint.messages import Begin, Drop, Link, Message, Remove, Retain, Save
+from lightning_resilience.checkpoint.messages import Begin, Drop, Link, Message, Release, Remove, Retain, Save
 
 
 class WriterQueue:
@@ -16,6 +16,7 @@ class WriterQueue:
         self._open: set[int] = set()
         self._failed: set[int] = set()
         self._after: list[Remove | Link | Retain] = []
+        self._held: set[int] = set()
 
     def __bool__(self) -> bool:
         """Whether anything is left to do."""
@@ -31,9 +32,13 @@ class WriterQueue:
         elif isinstance(message, Drop):
             self._waiting.pop(message.id, None)
             self._open.discard(message.id)
-            self._after = [request for request in self._after if request.after != message.id]
+            self._after = [request for request in self._after if message.id not in (request.id, request.after)]
+        elif isinstance(message, Release):
+            self._held.discard(message.id)
         elif isinstance(message, (Remove, Link, Retain)):
             self._after.append(message)
+            if isinstance(message, Remove) and message.held:
+                self._held.add(message.id)
 
     def next_save(self, alone: bool) -> Save | None:
         """The save to write now, if it is the turn of any.
@@ -59,8 +64,17 @@ class WriterQueue:
         if not committed:
             self._failed.add(save_id)
 
-    def take_ready(self) -> list[tuple[Remove | Link | Retain, bool]]:
-        """What should come after a save that is over, and whether that was committed; no longer in the queue then."""
-        ready = [request for request in self._after if request.after not in self._open]
-        self._after = [request for request in self._after if request.after in self._open]
+    def take_ready(self, alone: bool) -> list[tuple[Remove | Link | Retain, bool]]:
+        """What should come after a save that is over, and whether that was committed; no longer in the queue then.
+
+        Args:
+            alone: The rank is gone, and what it held is released.
+        """
+        ready = [request for request in self._after if self._is_ready(request, alone)]
+        self._after = [request for request in self._after if request not in ready]
         return [(request, request.after not in self._failed) for request in ready]
+
+    def _is_ready(self, request: Remove | Link | Retain, alone: bool) -> bool:
+        if request.after in self._open:
+            return False
+        return alone or request.id not in self._held or request.after in self._failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_resilience.checkpoint.messages import Begin, Drop, Link, Remove, Save
+from lightning_resilience.checkpoint.messages import Begin, Drop, Link, Release, Remove, Save
 from lightning_resilience.checkpoint.writer_queue import WriterQueue
 
 
@@ -44,12 +44,12 @@ def test_a_removal_waits_until_its_save_is_committed() -> None:
     queue.take(save(1))
     removal = Remove(2, "/c/0.ckpt", after=1)
     queue.take(removal)
-    assert queue.take_ready() == []
+    assert queue.take_ready(alone=False) == []
     queue.take(Begin(1))
     written(queue)
-    assert queue.take_ready() == []
+    assert queue.take_ready(alone=False) == []
     queue.settle(1, committed=True)
-    assert queue.take_ready() == [(removal, True)]
+    assert queue.take_ready(alone=False) == [(removal, True)]
     assert not queue
 
 
@@ -61,7 +61,7 @@ def test_what_should_come_after_a_failed_save_is_void() -> None:
     queue.take(Begin(1))
     written(queue)
     queue.settle(1, committed=False)
-    assert queue.take_ready() == [(link, False)]
+    assert queue.take_ready(alone=False) == [(link, False)]
 
 
 def test_a_dropped_save_takes_along_what_should_have_come_after_it() -> None:
@@ -72,11 +72,24 @@ def test_a_dropped_save_takes_along_what_should_have_come_after_it() -> None:
     queue.take(Drop(2))
     assert [written(queue, alone=True) for _ in range(2)] == [1, None]
     queue.settle(1, committed=True)
-    assert queue.take_ready() == []
+    assert queue.take_ready(alone=False) == []
     assert not queue
 
 
 def test_a_removal_that_follows_nothing_is_ready_at_once() -> None:
     queue = WriterQueue()
     queue.take(Remove(1, "/c/0.ckpt"))
-    assert queue.take_ready() == [(Remove(1, "/c/0.ckpt"), True)]
+    assert queue.take_ready(alone=False) == [(Remove(1, "/c/0.ckpt"), True)]
+
+
+def test_a_held_removal_waits_for_its_release_or_for_the_end_of_the_rank() -> None:
+    queue = WriterQueue()
+    first, second, third = (Remove(number, f"/c/{number}.ckpt", held=True) for number in (1, 2, 3))
+    for removal in (first, second, third):
+        queue.take(removal)
+    assert queue.take_ready(alone=False) == []
+    queue.take(Release(1))
+    assert queue.take_ready(alone=False) == [(first, True)]
+    queue.take(Drop(2))
+    assert queue.take_ready(alone=True) == [(third, True)]
+    assert not queue
