@@ -364,6 +364,7 @@ def _hand_over_links(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
     """`_link_checkpoint` is static: the callback is found where it is called."""
     original = ModelCheckpoint._link_checkpoint
 
+    @functools.wraps(original)
     def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         keeper = keeper_of(trainer)
         if keeper is None:
@@ -377,6 +378,7 @@ def _hand_over_links(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
 def _hand_over_exceptions(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
     original = OnExceptionCheckpoint.on_exception
 
+    @functools.wraps(original)
     def on_exception(self: OnExceptionCheckpoint, trainer: Trainer, *args: Any, **options: Any) -> None:
         keeper = keeper_of(trainer)
         if keeper is None or keeper.all_here(trainer):

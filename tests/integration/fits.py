@@ -175,7 +175,11 @@ def make_strategy(fit: Fit) -> Strategy:
 
 
 def make_trainer(fit: Fit, callbacks: list[L.Callback], **arguments: Any) -> L.Trainer:
-    plugin = AsyncCheckpointIO(shm_dir=fit.shm_dir, on_damage=fit.on_damage)  # type: ignore[arg-type]  # the test gives a valid one
+    plugin = AsyncCheckpointIO(
+        shm_dir=fit.shm_dir,
+        on_busy="wait",
+        on_damage=fit.on_damage,  # type: ignore[arg-type]  # the test gives a valid one
+    )
     return L.Trainer(
         accelerator="cpu",
         devices=1 if fit.strategy == "single" else int(os.environ["WORLD_SIZE"]),

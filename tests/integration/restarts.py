@@ -242,7 +242,7 @@ def fit(run: Run, folder: Path) -> dict[str, Any]:
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ResilientFSDPStrategy(hang_timeout=HANG_TIMEOUT_S, restart=patient, **run.strategy),
         callbacks=callbacks,
-        plugins=[AsyncCheckpointIO()] if run.saves else [],
+        plugins=[AsyncCheckpointIO(on_busy="wait")] if run.saves else [],
         logger=recorder,
         default_root_dir=str(folder),
         use_distributed_sampler=False,

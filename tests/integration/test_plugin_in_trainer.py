@@ -82,7 +82,7 @@ def kept(directory: Path, plugin: AsyncCheckpointIO | None) -> tuple[dict[str, i
 
 def test_a_name_that_is_still_being_written_is_taken(tmp_path: Path) -> None:
     """Without a step in the name Lightning counts versions, and asks the disk which are taken."""
-    assert kept(tmp_path / "ours", AsyncCheckpointIO()) == kept(tmp_path / "stock", None)
+    assert kept(tmp_path / "ours", AsyncCheckpointIO(on_busy="wait")) == kept(tmp_path / "stock", None)
 
 
 def test_a_path_that_cannot_be_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_path_that_cannot_be_is_an_error_on_every_rank(tmp_path: Path) -> None
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[AsyncCheckpointIO, Path]:
     """Two checkpoints, of which the newer one is damaged."""
-    plugin = AsyncCheckpointIO()
+    plugin = AsyncCheckpointIO(on_busy="wait")
     a_trainer(plugin, ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)).fit(Model(), loader())
     newest = tmp_path / "epoch=0-step=8.ckpt"
     data = bytearray(newest.read_bytes())
@@ -125,7 +125,7 @@ def test_training_falls_back_and_says_what_it_resumed(damaged: tuple[AsyncCheckp
 
 
 def test_saves_stay_asynchronous_in_a_fit_after_a_validation(tmp_path: Path) -> None:
-    plugin = AsyncCheckpointIO()
+    plugin = AsyncCheckpointIO(on_busy="wait")
     trainer = a_trainer(plugin, ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1))
     module = Model()
     trainer.validate(module, loader(), verbose=False)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
+from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.tensor import DTensor
 
@@ -78,3 +82,38 @@ def test_lightning_still_makes_a_checkpoint_without_saving_it() -> None:
     parameters = inspect.signature(_CheckpointConnector.dump_checkpoint).parameters
     assert list(parameters) == ["self", "weights_only"]
     assert "_ckpt_path" in vars(_CheckpointConnector(mock.Mock()))
+
+
+def test_model_checkpoint_still_works_by_the_steps_that_a_keeper_does() -> None:
+    parameters = {
+        "_save_topk_checkpoint": ["self", "trainer", "monitor_candidates"],
+        "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
+        "_save_checkpoint": ["self", "trainer", "filepath"],
+        "_remove_checkpoint": ["self", "trainer", "filepath"],
+        "_link_checkpoint": ["trainer", "filepath", "linkpath"],
+        "_should_save_on_exception": ["self", "trainer"],
+        "on_exception": ["self", "trainer", "pl_module", "exception"],
+    }
+    for name, expected in parameters.items():
+        method = inspect.unwrap(getattr(ModelCheckpoint, name))
+        assert list(inspect.signature(method).parameters) == expected, name
+    callback = ModelCheckpoint()
+    assert _lightning.saved(callback) == (0, "")
+    _lightning.set_saved(callback, 3, "a.ckpt")
+    assert _lightning.saved(callback) == (3, "a.ckpt")
+    assert list(inspect.signature(inspect.unwrap(OnExceptionCheckpoint.on_exception)).parameters)[:2] == [
+        "self",
+        "trainer",
+    ]
+
+
+def test_the_default_store_can_be_reached_through_a_connection_of_its_own() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        store = _torch.own_store("ours", 1.0)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        with pytest.raises(RuntimeError):
+            store.wait(["missing"], timedelta(milliseconds=1))
+    finally:
+        dist.destroy_process_group()
