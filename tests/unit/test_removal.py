@@ -83,7 +83,7 @@ def fit(tmp_path: Path) -> Callable[..., L.Trainer]:
         trainer = L.Trainer(
             max_steps=steps,
             accelerator="cpu",
-            plugins=[AsyncCheckpointIO(keep=keep, shm_dir=str(tmp_path / "shm"))],
+            plugins=[AsyncCheckpointIO(keep=keep, on_busy="wait", shm_dir=str(tmp_path / "shm"))],
             callbacks=[callback],
             logger=False,
             enable_progress_bar=False,
