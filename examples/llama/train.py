@@ -77,6 +77,7 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         logger=False,
+        default_root_dir=folder,  # events.jsonl goes there
         enable_progress_bar=not options.no_progress_bar,
         strategy=ResilientFSDPStrategy(  # (1)
             activation_checkpointing_policy="auto" if options.activation_checkpointing else None

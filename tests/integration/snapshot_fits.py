@@ -56,7 +56,7 @@ class Manual(Net):
 def make_strategy(kind: str) -> Strategy:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
-    return ResilientFSDPStrategy(state_dict_type="full" if kind == "full" else "sharded")
+    return ResilientFSDPStrategy(state_dict_type="full" if kind == "full" else "sharded", restart=None)
 
 
 def make_trainer(
@@ -77,6 +77,7 @@ def make_trainer(
         enable_model_summary=False,
         num_sanity_val_steps=0,
         max_steps=12,
+        default_root_dir=folder,
     )
 
 
