@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_resilience.model_checkpoint import ResilientModelCheckpoint
     from lightning_resilience.restart.policy import RestartPolicy
     from lightning_resilience.strategy import ResilientFSDPStrategy
+    from lightning_resilience.weights import load_weights
 
 _HOMES = {
     "AsyncCheckpointIO": "lightning_resilience.checkpoint_io",
@@ -23,6 +24,7 @@ _HOMES = {
     "ResilientFSDPStrategy": "lightning_resilience.strategy",
     "ResilientModelCheckpoint": "lightning_resilience.model_checkpoint",
     "RestartPolicy": "lightning_resilience.restart.policy",
+    "load_weights": "lightning_resilience.weights",
     "newest_checkpoint": "lightning_resilience.checkpoint.candidates",
 }
 
@@ -33,6 +35,7 @@ __all__ = [
     "ResilientFSDPStrategy",
     "ResilientModelCheckpoint",
     "RestartPolicy",
+    "load_weights",
     "newest_checkpoint",
 ]
 

@@ -21,17 +21,18 @@ from typing_extensions import override
 from lightning_resilience import _lightning
 from lightning_resilience._torch import own_store
 from lightning_resilience.checkpoint.adviser import Adviser, advice_from
+from lightning_resilience.checkpoint.archives import load_archive
 from lightning_resilience.checkpoint.backpressure import POLICIES, OnBusy
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import SaveCounts, SaveReport, Verdict
 from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
-from lightning_resilience.checkpoint.reader import load_archive
+from lightning_resilience.checkpoint.restore import OPTIMIZERS, weights_only_error
 from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest, checked_policies
 from lightning_resilience.checkpoint.roll_call import RollCall
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
-from lightning_resilience.checkpoint.verify import choose
+from lightning_resilience.checkpoint.verify import check_share, examined, first_usable
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
 from lightning_resilience.events import Event, EventLog
 from lightning_resilience.keeper import CommitKeeper
@@ -190,17 +191,16 @@ class AsyncCheckpointIO(CheckpointIO):
         self.wait(path)
         trainer = _lightning.calling_trainer()
         fitting = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        chosen = choose(self.place(path), Alone(), fall_back=fitting and self.fall_back)
-        if trainer is not None and chosen.path != self.place(path).path:
+        trust, resuming = self.trusts(weights_only), trainer is not None and fitting
+
+        def attempt(place: Place) -> tuple[Place, dict[str, Any]]:
+            check_share(examined(place), 0, 1, trust)
+            return place, _load_file(place, trust, map_location or "cpu", resuming)
+
+        asked = self.place(path)
+        chosen, content = first_usable(asked, Alone(), attempt, fall_back=fitting and self.fall_back)
+        if trainer is not None and chosen.path != asked.path:
             _lightning.set_resumed_path(trainer, str(chosen))
-        if chosen.is_dir():
-            raise MismatchedCheckpointError(
-                f"{chosen} is a sharded checkpoint, and this strategy reads single files. Use ResilientFSDPStrategy,"
-                f" or convert it: python -m lightning.fabric.utilities.consolidate_checkpoint {chosen}"
-            )
-        content: dict[str, Any] = load_archive(
-            chosen, str(chosen), self.trusts(weights_only), map_location=map_location or "cpu"
-        )
         return content
 
     @override
@@ -478,6 +478,18 @@ class AsyncCheckpointIO(CheckpointIO):
             events, self._events = self._events, None
             if events is not None:
                 events.close()
+
+
+def _load_file(place: Place, trust: bool, map_location: Any, resuming: bool) -> dict[str, Any]:
+    if place.is_dir():
+        raise MismatchedCheckpointError(
+            f"{place} is a sharded checkpoint, and this strategy reads single files. Use ResilientFSDPStrategy, or"
+            f" convert it: lightning-resilience checkpoints consolidate {place} plain.ckpt"
+        )
+    content: dict[str, Any] = load_archive(place, str(place), trust, map_location=map_location)
+    if resuming and OPTIMIZERS not in content:
+        raise weights_only_error(place)
+    return content
 
 
 def _meet() -> None:

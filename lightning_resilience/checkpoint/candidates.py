@@ -188,12 +188,18 @@ def _check_sizes(candidate: Candidate) -> None:
     if not isinstance(candidate.proof, Manifest):
         _check_stock(candidate.place)
         return
-    sizes = {entry.name: entry.size for entry in candidate.folder.entries()}
+    sizes = {entry.name: _size_of(candidate.folder, entry) for entry in candidate.folder.entries()}
     for name, record in candidate.proof.files.items():
         if name not in sizes:
             raise DamagedCheckpointError(f"{candidate.folder / name} is missing")
         if sizes[name] != record.size:
             raise DamagedCheckpointError(f"{candidate.folder / name} has {sizes[name]} bytes instead of {record.size}")
+
+
+def _size_of(folder: Place, entry: Entry) -> int:
+    """Of the file that will be read; whether a link may be followed is decided then."""
+    there = (folder / entry.name).stat() if entry.is_link else entry
+    return -1 if there is None else there.size
 
 
 def _check_stock(place: Place) -> None:

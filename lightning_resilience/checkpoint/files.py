@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +11,7 @@ import xxhash
 from lightning_resilience.checkpoint.digest import BLOCK, pieces
 from lightning_resilience.checkpoint.manifest import Manifest, read_manifest
 from lightning_resilience.checkpoint.storage import LocalStorage, Place
+from lightning_resilience.checkpoint.storage.local import open_file
 from lightning_resilience.errors import DamagedCheckpointError, UntrustedCheckpointError
 
 _MAX_SMALL = 2 << 30
@@ -192,7 +192,7 @@ def open_plain(path: str, *, follow: bool) -> int:
         UntrustedCheckpointError: It is a link and shall not be followed.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        return open_file(path, follow=follow)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing") from None
     except OSError as error:
@@ -202,10 +202,6 @@ def open_plain(path: str, *, follow: bool) -> int:
                 " pass AsyncCheckpointIO(trust=True) if you made the link."
             ) from None
         raise DamagedCheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise DamagedCheckpointError(f"{path} is not a file")
-    return fd
 
 
 def altered(file: Place) -> DamagedCheckpointError:

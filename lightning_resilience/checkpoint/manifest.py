@@ -21,6 +21,8 @@ from lightning_resilience.errors import DamagedCheckpointError
 MANIFEST = "manifest.json"
 FORMAT = 2
 _READABLE = (1, FORMAT)  # 1 had one digest a file
+_MAX_BYTES = 64 << 20  # 30 TB of checkpoint
+_MAX_FILES = 1 << 18
 _END_OF_ZIP = b"PK\x05\x06"
 _END_OF_ZIP_SIZE = 22
 _SEAL_ROOM = 4096
@@ -103,20 +105,41 @@ def read_manifest(directory: Place) -> Manifest | None:
     """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read())
+        content = json.loads(_read_limited(path), parse_constant=_no_number)
         body: dict[str, Any] = content["manifest"]
+        if len(body["files"]) > _MAX_FILES:
+            raise ValueError(f"it names {len(body['files'])} files")
         if xxhash.xxh3_64(_canonical(body)).hexdigest() != content["xxh3"]:
             raise ValueError("its checksum does not match")
         if body.pop("format") not in _READABLE:
             raise ValueError("it was written by a newer version of lightning_resilience")
         files = {_safe_name(name): _record(**record) for name, record in body.pop("files").items()}
-        if folder := body.pop("folder", ""):
+        folder = body.pop("folder", "")
+        if folder != "":
             _safe_name(folder)
-        return Manifest(files=files, folder=folder, **body)
+        return _checked(Manifest(files=files, folder=folder, **body))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"the manifest {path} is damaged: {error}") from error
+
+
+def _read_limited(path: Place) -> bytes:
+    entry = path.stat()
+    if entry is not None and entry.size > _MAX_BYTES:
+        raise ValueError(f"it has {entry.size} bytes, and no manifest needs more than {_MAX_BYTES}")
+    return path.read()
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    numbers = (manifest.step, manifest.world_size, manifest.created_ns)
+    if any(type(number) is not int or number < 0 for number in numbers) or type(manifest.attempt) is not str:
+        raise ValueError("step, number of ranks, time or attempt is not what it should be")
+    return manifest
 
 
 def seal_tail(size: int, step: int, created_ns: int, digest: str) -> bytes:
@@ -163,6 +186,6 @@ def _record(size: int, xxh3: str) -> FileRecord:
 
 
 def _safe_name(name: str) -> str:
-    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if type(name) is not str or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"it names a file outside the checkpoint: {name!r}")
     return name

@@ -201,6 +201,7 @@ _RARE: dict[int, Callable[[PickleGuard, int], int]] = {
     0x90: PickleGuard._items_to_mark,
     0x64: PickleGuard._container_to_mark,
     0x6C: PickleGuard._container_to_mark,
+    0x91: PickleGuard._container_to_mark,
     0x31: PickleGuard._pop_mark,
     0x61: PickleGuard._take_one,
     0x62: PickleGuard._take_one,

@@ -61,6 +61,7 @@ class Target:
         strict: Refuse a checkpoint that has other names than the module.
         trust: Unpickle any object, follow any link.
         name_of: The name that an entry of the module has in the checkpoint; None for one that is to stay as it is.
+        partial: The checkpoint may have more, even if strict.
     """
 
     module: nn.Module
@@ -68,6 +69,7 @@ class Target:
     strict: bool = True
     trust: bool = False
     name_of: Callable[[str], str | None] = field(default=lambda name: name)
+    partial: bool = False
 
 
 class Restored(NamedTuple):
@@ -272,8 +274,7 @@ def _match(
     names = {name: other for name, other in wanted.items() if other is not None}
     unused = frozenset(saved) - set(names.values())
     missing = sorted(set(names.values()) - set(saved))
-    is_partial = len(names) < len(wanted)
-    if target.strict and (missing or (unused and not is_partial)):
+    if target.strict and (missing or (unused and not target.partial)):
         raise MismatchedCheckpointError(
             f"the checkpoint {label} belongs to another model.{some('Missing in it', missing)}"
             f"{some('Unknown to the model', sorted(unused))} Use the same model, or start this one in another"
@@ -284,14 +285,18 @@ def _match(
 
 def _check_optimizers(label: object, there: Sequence[bool]) -> None:
     if there and not any(there):
-        raise WeightsOnlyCheckpointError(
-            f"the checkpoint {label} has weights only (save_weights_only=True), so training cannot go on from it. Start"
-            " a new run from its weights: `lightning_resilience.load_weights(model, path)`, and `fit` without"
-            " `ckpt_path`."
-        )
+        raise weights_only_error(label)
     for index, is_there in enumerate(there):
         if not is_there:
             raise other_optimizer(_label(label, index), "the checkpoint has no state for it")
+
+
+def weights_only_error(label: object) -> WeightsOnlyCheckpointError:
+    """The error for a checkpoint from which training shall go on and cannot."""
+    return WeightsOnlyCheckpointError(
+        f"the checkpoint {label} has weights only (save_weights_only=True), so training cannot go on from it. Start a"
+        " new run from its weights: `lightning_resilience.load_weights(model, path)`, and `fit` without `ckpt_path`."
+    )
 
 
 def _load_through_module(module: nn.Module, tensors: Mapping[str, torch.Tensor], others: dict[str, Any]) -> None:

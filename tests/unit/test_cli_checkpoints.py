@@ -288,7 +288,7 @@ def test_a_checkpoint_that_leads_out_of_its_directory_is_not_followed(
     shard.rename(runs.parent / "secret")
     shard.symlink_to(runs.parent / "secret")
     code, text = run(capsys, "consolidate", checkpoint, out)
-    assert (code, out.exists()) == (1, False)  # no link has the size that the manifest says
+    assert (code, "link" in text, out.exists()) == (3, True, False)
     (checkpoint / "manifest.json").unlink()  # now as if another tool had written it
     (checkpoint / "rank_0.pt").unlink()
     code, text = run(capsys, "consolidate", checkpoint, out)

@@ -18,6 +18,7 @@ def test_exports_exactly_the_public_names() -> None:
         "ResilientFSDPStrategy",
         "ResilientModelCheckpoint",
         "RestartPolicy",
+        "load_weights",
         "newest_checkpoint",
     ]
     for name in lightning_resilience.__all__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.layout import GlobalLayout, flatten, plan_shard
+from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, Restored, Target, apply_optimizers
 from lightning_resilience.checkpoint.restore import restore as read
 from lightning_resilience.checkpoint.staging import Slot, leaves_by_kind, stage_shard
@@ -26,7 +28,12 @@ from lightning_resilience.checkpoint.state import (
 )
 from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.checkpoint.storage import place_for
-from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError
+from lightning_resilience.errors import (
+    ConfigurationError,
+    LoadError,
+    MismatchedCheckpointError,
+    WeightsOnlyCheckpointError,
+)
 
 
 class Extra(nn.Linear):
@@ -69,7 +76,7 @@ def trained(steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
     return module, optimizer
 
 
-def write_sharded(path: Path, module: nn.Module, *optimizers: torch.optim.Optimizer) -> Path:
+def write_sharded(path: Path, module: nn.Module, *optimizers: torch.optim.Optimizer, room: int = 1 << 20) -> Path:
     """A directory as the engine makes it, without the engine."""
     path.mkdir()
     state = {"state_dict": model_state(module)}
@@ -78,7 +85,7 @@ def write_sharded(path: Path, module: nn.Module, *optimizers: torch.optim.Optimi
     layout = plan_shard(leaves, 0)
     tensors, others = leaves_by_kind(leaves)
     values = [archive(leaf.value) for leaf in others]
-    slot = Slot(0, torch.zeros(1 << 20, dtype=torch.uint8))
+    slot = Slot(0, torch.zeros(room, dtype=torch.uint8))
     image = stage_shard(slot, layout, tensors, values)
     storage.write_durably(path / image.name, slot.bytes[: image.size])
     start, places = layout.size, []
@@ -265,3 +272,63 @@ def test_a_module_without_optimizers_is_resumed(tmp_path: Path) -> None:
     saved, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
     restore(write_sharded(tmp_path / "a", saved, _MockOptimizer()), Target(fresh, [_MockOptimizer()]))
     assert torch.equal(fresh.weight, saved.weight)
+
+
+@each_format
+def test_another_kind_of_optimizer_is_refused_before_its_first_step(tmp_path: Path, write: Write) -> None:
+    module = a_module()
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sgd, adam = torch.optim.SGD(trainable, lr=0.1, momentum=0.9), torch.optim.AdamW(trainable)
+    for saved, given in ((adam, sgd), (sgd, adam)):
+        for optimizer in (saved, given):
+            optimizer.zero_grad()
+        module(torch.randn(8, 3)).sum().backward()
+        saved.step()
+        path = write(tmp_path / f"{type(saved).__name__}.ckpt", module, saved)
+        with pytest.raises(MismatchedCheckpointError, match=f"another kind of optimizer than {type(given).__name__}"):
+            restore(path, Target(module, [given]))
+
+
+def test_options_that_another_version_has_more_are_no_other_kind(tmp_path: Path) -> None:
+    module, optimizer = trained()
+    for group in optimizer.param_groups:
+        del group["decoupled_weight_decay"]
+    path = write_sharded(tmp_path / "a.ckpt", module, optimizer)
+    restore(path, Target(module, [two_groups(module)]))
+
+
+@each_format
+def test_weights_only_cannot_be_resumed_from_and_the_one_before_is_used(
+    tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, optimizer = trained()
+    weights = write(tmp_path / "b.ckpt", module)
+    target = Target(module, [optimizer])
+    with pytest.raises(WeightsOnlyCheckpointError, match="has weights only"):
+        read(place_for(weights), target, fall_back=True)
+    full = write(tmp_path / "a.ckpt", module, optimizer)
+    for entry in (full, *full.iterdir()) if full.is_dir() else (full,):
+        os.utime(entry, (1, 1))
+    assert read(place_for(weights), target, fall_back=True).place.path == str(full)
+    assert "weights only" in caplog.text
+    assert read(place_for(weights), Target(module), fall_back=True).place.path == str(weights)
+
+
+def test_a_checkpoint_that_lacks_what_a_damaged_one_has_touched_is_not_mixed_with_it(tmp_path: Path) -> None:
+    small: Any = nn.Sequential(nn.Linear(3, 3))
+    big: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    older, newer = write_sharded(tmp_path / "a.ckpt", small), write_sharded(tmp_path / "b.ckpt", big)
+    for step, path in enumerate((older, newer)):
+        files = {
+            file.name: FileRecord(file.stat().st_size, storage.write_durably(file, memoryview(file.read_bytes())))
+            for file in path.iterdir()
+        }
+        (path / MANIFEST).write_bytes(Manifest(step, 1, "try", step + 1, files).encode())
+    data = bytearray((newer / "__0_0.distcp").read_bytes())
+    data[100] ^= 1
+    (newer / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(LoadError, match=r"half loaded.*1\.bias"):
+        read(place_for(newer), Target(big, strict=False), fall_back=True)
+    assert bool(big[1].weight.isnan().all())
+    read(place_for(newer), Target(small, strict=False), fall_back=True)
+    assert not bool(small[0].weight.isnan().any())

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISDIR
+from stat import S_ISDIR, S_ISREG
 
 from lightning_resilience.checkpoint.digest import Digest, new_digest
 from lightning_resilience.checkpoint.storage.protocol import Entry, hidden, no_progress, no_tail
@@ -58,12 +58,12 @@ class LocalStorage:
 
     def read(self, path: str) -> bytes:
         """The file's bytes."""
-        with open(path, "rb", buffering=0) as file:
+        with open(open_file(path), "rb", buffering=0) as file:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """With as few calls as the kernel allows."""
-        with open(path, "rb", buffering=0) as file:
+        with open(open_file(path), "rb", buffering=0) as file:
             file.seek(offset)
             done = 0
             while done < len(buffer) and (count := file.readinto(buffer[done:])):
@@ -111,6 +111,20 @@ class LocalStorage:
 
     def forget_uploads(self, path: str, before: float) -> None:
         """There is nothing out of sight here."""
+
+
+def open_file(path: str, *, follow: bool = True) -> int:
+    """A descriptor to read a regular file; never waits, as opening a pipe that somebody put there would.
+
+    Args:
+        path: The file.
+        follow: Whether a link may stand for it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    if not S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a file", path)
+    return fd
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
