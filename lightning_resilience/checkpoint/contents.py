@@ -174,8 +174,8 @@ class ShardedContents:
         found: tuple[Any, ...] = () if info is None else (info.relative_path, info.offset, info.length)
         if tuple(map(type, found)) != (str, int, int):
             raise DamagedCheckpointError(f"{self._listed.place}: its metadata does not say where {index.fqn!r} lies")
-        name, start, length = found
-        return name, start, length
+        path, start, length = found
+        return self._checkpoint.within(path), start, length
 
     def _whole(self, name: str) -> bytes:
         file = self._file(name)

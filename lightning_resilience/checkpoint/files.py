@@ -54,6 +54,11 @@ class CheckpointFiles:
         self.manifest = manifest
         self._trust = trust
 
+    def within(self, path: str) -> str:
+        """The name of a file that the metadata refers to by its path from the checkpoint, the folder included."""
+        folder = self.manifest.folder if self.manifest is not None else ""
+        return path.removeprefix(f"{folder}/") if folder else path
+
     def has(self, name: str) -> bool:
         """Whether the file is part of the checkpoint."""
         return (self.place / name).exists() if self.manifest is None else name in self.manifest.files

@@ -293,7 +293,7 @@ class ShardShelf:
         """Names of the files that the metadata refers to."""
         infos = (self.metadata.storage_data or {}).values()
         names = {getattr(info, "relative_path", None) for info in infos}
-        return {name for name in names if isinstance(name, str)}
+        return {self._files.within(name) for name in names if isinstance(name, str)}
 
     def _tensor(self, name: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata[name]
@@ -319,9 +319,10 @@ class ShardShelf:
                 f"{self._files.place}: {name!r} was changed by {info.transform_descriptors} on its way to storage,"
                 " which only torch.distributed.checkpoint can undo"
             )
-        if info.offset + info.length > self._files.size(info.relative_path):
-            raise ends_early(self._files.place / info.relative_path)
-        return _Archived(info.relative_path, info.offset, info.length)
+        file = self._files.within(info.relative_path)
+        if info.offset + info.length > self._files.size(file):
+            raise ends_early(self._files.place / file)
+        return _Archived(file, info.offset, info.length)
 
     def _want_piece(
         self, name: str, dtype: torch.dtype, chunk: ChunkStorageMetadata, region: Overlap, local: torch.Tensor

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkMetadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from lightning_resilience._torch import storage_info
 from lightning_resilience.checkpoint.envelope import archive
+from lightning_resilience.checkpoint.files import CheckpointFiles
+from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from lightning_resilience.checkpoint.reader import ShardReader, load_archive, overlap
 from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import DamagedCheckpointError, UntrustedCheckpointError
@@ -118,3 +121,21 @@ def test_an_archive_cannot_run_code_unless_it_is_trusted(tmp_path: Path) -> None
 
 def test_paths_are_harmless(tmp_path: Path) -> None:
     assert load_archive(io.BytesIO(archive({"dirpath": tmp_path})), "meta.pt", trust=False) == {"dirpath": tmp_path}
+
+
+def test_files_in_a_folder_of_their_own_are_found(tmp_path: Path) -> None:
+    """As on an object store, where the metadata names files by their path from the checkpoint."""
+    folder = tmp_path / "attempt-1"
+    folder.mkdir()
+    a_directory(folder, relative="attempt-1/__0_0.distcp")
+    files = {name: FileRecord((folder / name).stat().st_size, digest_of(folder / name)) for name in os.listdir(folder)}
+    (tmp_path / MANIFEST).write_bytes(Manifest(1, 1, "1", 1, files, folder="attempt-1").encode())
+    target = torch.zeros(4, 2)
+    ShardReader(place_for(tmp_path)).read_into({"w": target})
+    assert torch.equal(target, torch.arange(8.0).reshape(4, 2))
+    with pytest.raises(UntrustedCheckpointError, match="outside"):
+        CheckpointFiles(place_for(folder), None, trust=False).size("attempt-1/__0_0.distcp")
+
+
+def digest_of(path: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(path.read_bytes())
