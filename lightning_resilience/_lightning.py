@@ -496,3 +496,23 @@ def abandon_evaluation(loop: _EvaluationLoop) -> list[Any]:
 def step_outputs(output: Any, accumulated: int) -> dict[str, Any]:
     """What hooks at the end of a batch get for what a training step returned (`ClosureResult`, 2.0 on)."""
     return ClosureResult.from_training_step_output(output, accumulated).asdict() if output is not None else {}
+
+
+def restore_while_training(trainer: Trainer, path: str) -> None:
+    """Load a checkpoint into a trainer that is training: what `Trainer._run` does at its start (2.0 on).
+
+    What was logged so far and what `ModelCheckpoint` remembers of saves that lie ahead now is forgotten.
+    """
+    connector = trainer._checkpoint_connector
+    type(connector).resume_start(connector, path)  # not ours, which asks all ranks: they have agreed already
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector.resume_end()
+    trainer._logger_connector.reset_results()
+    trainer._logger_connector.reset_metrics()
+    evaluation_results(trainer).reset()
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = min(callback._last_global_step_saved, trainer.global_step)

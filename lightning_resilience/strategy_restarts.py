@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_resilience import _torch_groups
+from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch import forget_interrupted_batch
 from lightning_resilience._torch_groups import Groups
 from lightning_resilience.checkpoint.exchange import GroupExchange
+from lightning_resilience.checkpoint.snapshots.choice import newest_common
+from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import installed_loop
 from lightning_resilience.data.commits import Commits
 from lightning_resilience.data.fit_loop import ResumableFitLoop
@@ -35,7 +38,7 @@ from lightning_resilience.restart.policy import RestartPolicy
 from lightning_resilience.restart.reports import Standing
 from lightning_resilience.restart.timeouts import Section, Timeouts, hang_seconds
 from lightning_resilience.restart.watchdog import Heart
-from lightning_resilience.strategy_snapshots import SnapshottingStrategy
+from lightning_resilience.strategy_snapshots import SnapshottingStrategy, newest_stored
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +186,46 @@ class RestartingStrategy(SnapshottingStrategy):
             optimizer.zero_grad(set_to_none=True)
         self._loop.go_back(standing.step, standing.stage)
 
+    def go_to_restore_point(self, reason: str) -> None:
+        """Load the newest snapshot that all ranks have in memory, or else the newest checkpoint.
+
+        Raises:
+            StateLost: There is neither. On all ranks alike.
+        """
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        at = self._trainer.global_step
+        path = self._newest_restore_point()
+        if path is None:
+            raise StateLost(
+                f"{reason}, and there is neither a snapshot nor a checkpoint to go back to. Take snapshots:"
+                " Trainer(plugins=[AsyncCheckpointIO(snapshot_every_n_steps=...)]), or save checkpoints more often."
+            )
+        commit = None if self._loop.commits is None else self._loop.commits.newest
+        if commit is not None:
+            commit.put_back()  # modes of modules and the like, which no checkpoint has
+        _lightning.restore_while_training(self._trainer, path)
+        self._loop.enter_loaded()
+        step = self._trainer.global_step
+        if self.is_global_zero:
+            log.warning("%s: going back from step %d to step %d, to %s", reason, at, step, path)
+
+    def _newest_restore_point(self) -> str | None:
+        """Its path, or the name of a snapshot; a collective."""
+        plugin = self.checkpoint_io
+        if not isinstance(plugin, AsyncCheckpointIO):
+            return None
+        plugin.wait()
+        held = [] if plugin.snapshots is None else plugin.snapshots.steps()
+        stored = newest_stored(self._run_directory(plugin)) if self.is_global_zero else None
+        mine = {"held": held, "path": stored and stored.path, "step": stored and stored.step}
+        answers = [json.loads(answer) for answer in self._exchange.all_gather(json.dumps(mine).encode())]
+        snapshot, path = newest_common([answer["held"] for answer in answers]), answers[0]["path"]
+        if snapshot is None or (path is not None and snapshot < (answers[0]["step"] or 0)):
+            return cast("str | None", path)
+        self._to_load = snapshot, path
+        return f"the snapshot of step {snapshot}"
+
     def _update(self) -> None:
         """Of the one optimizer, with gradients as they are."""
         self.optimizer_step(self.optimizers[0], lambda: None, self.model)
@@ -280,10 +323,7 @@ class Training:
             case FromCommit(standing=standing):
                 self._strategy.go_to(standing)
             case FromRestorePoint(reason=reason):
-                raise StateLost(
-                    f"{reason}, and there is no snapshot or checkpoint to go back to. Save checkpoints during training:"
-                    " Trainer(callbacks=[ModelCheckpoint(...)], plugins=[AsyncCheckpointIO()])."
-                )
+                self._strategy.go_to_restore_point(reason)
 
     def announce(self, incident: Incident) -> None:
         """Call `on_restart(trainer, pl_module, incident)` of the callbacks and the module that have it."""

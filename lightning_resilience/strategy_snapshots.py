@@ -57,7 +57,7 @@ class SnapshottingStrategy(CheckpointingStrategy):
             self._together(lambda: forget_run(directory) if self.is_global_zero else None, SaveError)
             return path
         request = Request(resolved(plugin.place(path)) if path else None, was_asked_for(directory))
-        step = begin_run(plugin.snapshots, directory, request, lambda: _newest(directory))
+        step = begin_run(plugin.snapshots, directory, request, lambda: newest_stored(directory))
         if step is None:
             return path
         self._to_load = step, path
@@ -207,7 +207,7 @@ class SnapshottingStrategy(CheckpointingStrategy):
                 self._snapshots.close(keep)
 
 
-def _newest(directory: Place) -> Stored | None:
+def newest_stored(directory: Place) -> Stored | None:
     """The newest checkpoint in the run's directory that can be whole."""
     for candidate in find(directory):
         if not candidate.fault:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torchmetrics import Metric
 
 from lightning_resilience._lightning import (
     FitLoop,
@@ -178,6 +179,15 @@ class ResumableFitLoop(FitLoop):
         self.epoch_loop.abandon_validation()
         if self._combined_loader is not None:
             self._close_iterators()
+
+    def enter_loaded(self) -> None:
+        """A checkpoint was loaded in the middle of training: the next run of the guarded part goes on from it."""
+        self.epoch_loop.abandon_validation()
+        for metric in self.trainer.lightning_module.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
+        self._begin_resume()
+        self._entered = True
 
     def stand_alone(self) -> None:
         """Nobody recovers from faults any more."""

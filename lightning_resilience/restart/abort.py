@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+import torch.distributed as dist
 
 from lightning_resilience import _torch_groups
 from lightning_resilience._torch_groups import Descriptor
@@ -44,6 +47,13 @@ def abort_backends(backends: Sequence[Abortable], timeout_s: float) -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout_s)
+
+
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether an exception only says that another rank is not there: torch raises it where it communicates."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and "torch/distributed/" in frames[-1].filename
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and inside)
 
 
 def cut_connections(sockets: Iterable[Descriptor], cut: Callable[[Descriptor], bool]) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from lightning_resilience._torch_groups import ClosedGroups, Groups
 from lightning_resilience.errors import PeerFailed, ResilienceError, RestartError, RestartSignal
 from lightning_resilience.events import EventLog
-from lightning_resilience.restart.abort import abort_groups
+from lightning_resilience.restart.abort import abort_groups, is_failed_collective
 from lightning_resilience.restart.control import Control, Generation
 from lightning_resilience.restart.events import GaveUp, Incident, Stuck
 from lightning_resilience.restart.fence import Fence
@@ -180,8 +181,12 @@ class RestartEngine:
             if error is None:
                 return
             self._section = self._heart.enter(Section.RESTORE)
-            self._recover(error)
-            body = again
+            body = partial(self._announce, self._recover(error), again)
+
+    def _announce(self, incident: Incident, again: Callable[[], None]) -> None:
+        """Part of the guarded run: what people do about an incident may fail too."""
+        self._workload.announce(incident)
+        again()
 
     def check(self) -> None:
         """A good moment to be interrupted. Main thread, inside the guarded part.
@@ -223,13 +228,13 @@ class RestartEngine:
 
     # --- the restart
 
-    def _recover(self, error: BaseException) -> None:
+    def _recover(self, error: BaseException) -> Incident:
         incident = Incident(number=self._restarts + 1, rank=self._control.rank)
         while True:
-            fault = self._fault(error)
-            reports = self._meet(fault, incident)
+            reports = self._meet(error, incident)
             self._decide(reports, error, incident)
             self._number += 1
+            self._interrupter.forget()
             self._begin_generation()
             try:
                 self._restore(choose_resumption(reports), incident)
@@ -242,7 +247,7 @@ class RestartEngine:
         self._restarts += 1
         self._events.write(incident.restarted(self._number))
         incident.tell()
-        self._workload.announce(incident)
+        return incident
 
     def _fault(self, error: BaseException) -> Fault | None:
         """This rank's own fault, if it has one; failing collectives after an alarm are none."""
@@ -251,7 +256,8 @@ class RestartEngine:
         step, section = self._workload.standing().step, self._section.value
         return exception_fault(error, rank=self._control.rank, step=step, section=section, at_s=time.monotonic())
 
-    def _meet(self, fault: Fault | None, incident: Incident) -> list[Report]:
+    def _meet(self, error: BaseException, incident: Incident) -> list[Report]:
+        fault = self._fault(error)
         generation = self._control.generation(self._number)
         if fault is not None:
             generation.raise_alarm(fault)
@@ -266,15 +272,15 @@ class RestartEngine:
             whole=self._workload.whole(),
             ready=self._workload.ready(),
             trained=self._training,
-            fault=fault or (alarm if alarm.rank == self._control.rank else None),
+            fault=alarm if alarm.rank == self._control.rank else fault if not is_failed_collective(error) else None,
         )
         try:
             reports = generation.report(report, self._patience.meeting_s)
-        except dist.DistError as error:
+        except dist.DistError as missing:
             raise RestartError(
                 f"after {in_words(alarm)} not all ranks came together within {self._patience.meeting_s:.0f} s. A"
                 " process that was killed, or whose node is gone, cannot be brought back from inside the others."
-            ) from error
+            ) from missing
         incident.done("meeting")
         return reports
 
@@ -287,10 +293,17 @@ class RestartEngine:
         self._events.write(GaveUp(faults=incident.faults, reason=action.reason))
         log.error("no restart: %s", action.reason)
         self._number += 1
-        self._rebuild(incident)  # whoever handles the error may communicate, and train again
-        if isinstance(error, RestartSignal) or self._interrupter.requested:
+        self._leave_groups_usable(incident)
+        if isinstance(error, RestartSignal) or reports[self._control.rank].fault is None:
             raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
         raise error
+
+    def _leave_groups_usable(self, incident: Incident) -> None:
+        """Whoever handles the error may communicate, and train again."""
+        try:
+            self._rebuild(incident)
+        except RuntimeError as error:  # a rank has left already; the fault itself matters more
+            log.warning("the process groups could not be made again: %s", error)
 
     def _action(self, faults: Sequence[Fault]) -> Action:
         """The most drastic that any of the faults asks for; nobody here can replace a process."""

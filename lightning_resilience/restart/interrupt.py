@@ -54,6 +54,10 @@ class Interrupter:
         self._armed = False
         self._left.set()
 
+    def forget(self) -> None:
+        """The thread has come; what it does next is no consequence of the request."""
+        self._wanted = False
+
     def request(self) -> None:
         """From now on `check` raises."""
         self._wanted = True

@@ -49,6 +49,7 @@ class Run:
         trainer: Arguments of the trainer.
         workers: Of the data loader.
         saves: Whether checkpoints are written, and where.
+        plugin: Arguments of the checkpoint plugin.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Run:
     trainer: dict[str, Any] = field(default_factory=dict)
     workers: int = 0
     saves: str = ""
+    plugin: dict[str, Any] = field(default_factory=dict)
 
 
 class Net(L.LightningModule):
@@ -93,7 +95,13 @@ class Net(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("after", outputs["loss"].double() + batch[0].sum() + random.random())
+        self.log("after", outputs["loss"].double() + batch[0].sum())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         loss = self.loss(batch[0]) + random.random()
@@ -109,6 +117,16 @@ class Net(L.LightningModule):
             {"scheduler": scheduler, "interval": "step"},
             {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"},
         ]
+
+
+class Unnormalized(Net):
+    """Without buffers that differ between ranks: a checkpoint on storage has those of rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            assert isinstance(block, nn.Sequential)
+            block[1] = nn.Identity()
 
 
 class Manual(Net):
@@ -157,6 +175,12 @@ class Average(L.Callback):
         self.value = 0.0
         self.weights: dict[str, Tensor] = {}
         self.history: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "weights": dict(self.weights), "history": list(self.history)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.value = 0.9 * self.value + 0.1 * outputs["loss"].item()
@@ -242,7 +266,7 @@ def fit(run: Run, folder: Path) -> dict[str, Any]:
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ResilientFSDPStrategy(hang_timeout=HANG_TIMEOUT_S, restart=patient, **run.strategy),
         callbacks=callbacks,
-        plugins=[AsyncCheckpointIO(on_busy="wait")] if run.saves else [],
+        plugins=[AsyncCheckpointIO(on_busy="wait", **run.plugin)] if run.saves else [],
         logger=recorder,
         default_root_dir=str(folder),
         use_distributed_sampler=False,

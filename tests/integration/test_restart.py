@@ -26,7 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(stem: Stem, folder: Path) -> Results:
     """Of each rank, by name of the run."""
     stem.load("tests.integration.restarts")
-    stem.run("tests.integration.restarts:main", orders(*RUNS), str(folder), ranks=2, folder=folder, timeout=200)
+    stem.run(
+        "tests.integration.restarts:main",
+        orders(*RUNS, *saving_runs(folder)),
+        str(folder),
+        ranks=2,
+        folder=folder,
+        timeout=200,
+    )
     return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -39,6 +46,7 @@ EXCEPTIONS = [
     fault("raise", "forward", rank=1, step=0),
     fault("raise", "batch_start", rank=1, step=1),
     fault("raise", "forward", rank=0, step=2),
+    fault("raise", "restart", rank=1, step=2),
     fault("raise", "backward", rank=1, step=3),
     fault("raise", "batch_end", rank=0, step=4),
     fault("raise", "validation", rank=1, step=6),
@@ -71,19 +79,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
 IN_VALIDATION = [fault("hang", "validation", rank=1, step=6), fault("raise", "forward", rank=0, step=7)]
 ACCUMULATED = [fault("raise", "batch_start", rank=1, step=1), fault("raise", "forward", rank=0, step=2)]
 OTHER = {"accumulating": ACCUMULATED, "workers": IN_VALIDATION}
-RUNS = [Run("calm"), Run("exceptions", EXCEPTIONS), Run("hangs", HANGS)] + [
+TORN = [fault("raise", "update", rank=1, step=5), fault("hang", "update", rank=0, step=8)]
+SAVING = [fault("raise", "save", rank=0, step=4), fault("hang", "save", rank=1, step=8)]
+
+
+def saving(name: str, faults: list[dict[str, Any]], folder: Path, **options: Any) -> Run:
+    """A run that writes a checkpoint at every second step."""
+    return Run(name, faults, saves=str(folder / name / "checkpoints"), **options)
+
+
+def saving_runs(folder: Path) -> list[Run]:
+    every_step = {"plugin": {"snapshot_every_n_steps": 1}}
+    return [
+        saving("saving", [], folder),
+        saving("torn", TORN, folder, model="Unnormalized"),
+        saving("unnormalized", [], folder, model="Unnormalized"),
+        saving("torn_with_snapshots", TORN, folder, **every_step),
+        saving("saving_with_faults", SAVING, folder),
+    ]
+
+
+MANUAL = [fault("raise", "batch_start", rank=1, step=4), fault("raise", "batch_end", rank=0, step=8)]
+REPEATING = [{**fault("raise", "forward", rank=1, step=2), "times": 2}]
+LEAVING = [fault("interrupt", "forward", rank=0, step=1)]
+RUNS = [
+    Run("manual", model="Manual"),
+    Run("manual_with_faults", MANUAL, model="Manual"),
+    Run("repeating", REPEATING),
+    Run("leaving", LEAVING),
+    Run("calm again"),
+]
+RUNS += [Run("calm"), Run("exceptions", EXCEPTIONS), Run("hangs", HANGS)] + [
     Run(name + suffix, faults, **options)
     for name, options in VARIANTS.items()
     for suffix, faults in (("", []), ("_with_faults", OTHER.get(name, FEW)))
 ]
 
 
-def as_if_nothing_had_happened(run: dict[str, Any], calm: dict[str, Any]) -> None:
+def as_if_nothing_had_happened(run: dict[str, Any], calm: dict[str, Any], but: tuple[str, ...] = ()) -> None:
     """Everything but what was logged twice at a place that was gone through twice."""
     assert run["error"] == ""
     assert merged(run["rows"]) == merged(calm["rows"])
     same = ("state", "average", "stopping", "metrics", "steps", "epoch", "finalized", "exceptions", "training")
-    assert {name: run[name] for name in same} == {name: calm[name] for name in same}
+    names = [name for name in same if name not in but]
+    assert {name: run[name] for name in names} == {name: calm[name] for name in names}
 
 
 def merged(rows: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
@@ -108,6 +147,49 @@ def test_variants_go_on_exactly(results: Results, name: str) -> None:
     for rank in results:
         as_if_nothing_had_happened(rank[f"{name}_with_faults"], rank[name])
         assert len(rank[f"{name}_with_faults"]["restarts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "calm", "faults"),
+    [
+        ("torn", "unnormalized", TORN),
+        ("torn_with_snapshots", "saving", TORN),
+        ("saving_with_faults", "saving", SAVING),
+    ],
+)
+def test_a_state_that_cannot_be_trusted_comes_from_a_copy(
+    results: Results, name: str, calm: str, faults: list[dict[str, Any]]
+) -> None:
+    for number, rank in enumerate(results):
+        rank_zero_only = ("average",) if (name, number) == ("torn", 1) else ()  # of callbacks, in a checkpoint
+        as_if_nothing_had_happened(rank[name], rank[calm], but=rank_zero_only)
+        assert len(rank[name]["restarts"]) == len(faults)
+
+
+def test_manual_optimization_goes_on_exactly(results: Results) -> None:
+    for rank in results:
+        as_if_nothing_had_happened(rank["manual_with_faults"], rank["manual"])
+        assert len(rank["manual_with_faults"]["restarts"]) == 2
+
+
+def test_a_fault_that_repeats_ends_the_run(results: Results) -> None:
+    other, own = (rank["repeating"] for rank in results)
+    assert own["error"] == "PlannedError: in forward"
+    assert "this fault repeats at step 2; it is not transient" in other["error"]
+    assert [len(run["restarts"]) for run in (own, other)] == [1, 1]
+    assert [run["exceptions"] for run in (own, other)] == [1, 1]
+
+
+def test_an_interrupt_is_not_retried(results: Results) -> None:
+    own, other = (rank["leaving"] for rank in results)
+    assert own["error"].startswith("SystemExit")  # what Lightning makes of Ctrl-C
+    assert other["error"].startswith("PeerFailed")
+    assert own["restarts"] == other["restarts"] == []
+
+
+def test_training_works_after_runs_that_failed(results: Results) -> None:
+    for rank in results:
+        as_if_nothing_had_happened(rank["calm again"], rank["calm"])
 
 
 def test_both_ranks_tell_the_same_story(results: Results) -> None:
