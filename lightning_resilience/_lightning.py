@@ -402,11 +402,11 @@ def set_saved(callback: ModelCheckpoint, step: int, path: str) -> None:
 
 
 def ends_training(trainer: Trainer) -> bool:
-    """Whether no optimizer step will follow, as far as can be told during a step or at the end of an epoch."""
+    """Whether no optimizer step will follow, as far as can be told: at the end, and when an exception has ended it."""
     last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
     epochs = trainer.max_epochs
     last_epoch = epochs is not None and epochs != -1 and trainer.current_epoch + 1 >= epochs and trainer.is_last_batch
-    return trainer.should_stop or last_step or last_epoch
+    return trainer.interrupted or trainer.should_stop or last_step or last_epoch
 
 
 def save_interval(callback: ModelCheckpoint) -> int:

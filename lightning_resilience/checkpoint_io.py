@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from lightning_resilience.checkpoint.adviser import Adviser, advice_from
 from lightning_resilience.checkpoint.archives import load_archive
 from lightning_resilience.checkpoint.backpressure import POLICIES, OnBusy
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
+from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import SaveCounts, SaveReport, Verdict
 from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
@@ -33,7 +35,12 @@ from lightning_resilience.checkpoint.roll_call import RollCall
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.verify import check_share, examined, first_usable
-from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
+from lightning_resilience.errors import (
+    ConfigurationError,
+    MismatchedCheckpointError,
+    SaveError,
+    UntrustedCheckpointError,
+)
 from lightning_resilience.events import Event, EventLog
 from lightning_resilience.keeper import CommitKeeper
 from lightning_resilience.kept import scope_of
@@ -122,6 +129,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._in_fit = True  # as far as is known: nothing tells a plugin when training starts
         self._roll_call: tuple[dist.ProcessGroup, RollCall] | None = None
         self._no_saves = ""
+        self._readable_checked = False
         self.tag = 0
         self.called = ""
         self.keeper = CommitKeeper(self)
@@ -164,6 +172,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._warn_if_no_snapshots()
         step = int(checkpoint.get("global_step", 0))
         self.called = "file"
+        self._warn_if_untrusted(checkpoint)
         if self._no_saves:
             self._skip(target, step)
             return
@@ -421,6 +430,17 @@ class AsyncCheckpointIO(CheckpointIO):
                 "AsyncCheckpointIO(snapshot_every_n_steps=...) takes no snapshots with this strategy, which tells a"
                 " plugin only of saves. Use ResilientFSDPStrategy, or leave it out."
             )
+
+    def _warn_if_untrusted(self, checkpoint: Mapping[str, Any]) -> None:
+        """Once, and now rather than on the day the checkpoint is needed."""
+        if self.trust or self._readable_checked:
+            return
+        self._readable_checked = True
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        try:
+            load_archive(io.BytesIO(archive(rest)), "this run's checkpoint", trust=False)
+        except UntrustedCheckpointError as error:
+            log.warning("resuming will need AsyncCheckpointIO(trust=True): %s", error)
 
     def _is_required(self, trainer: Trainer | None) -> bool:
         """Whether just this state must be saved: it is not one of many, or there will be no other."""

@@ -13,6 +13,7 @@ import torch
 
 from lightning_resilience import AsyncCheckpointIO
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
+from lightning_resilience.events import read_events
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,8 @@ from lightning_resilience.errors import ConfigurationError, MismatchedCheckpoint
     [
         ({"slots": 0}, "1 or more"),
         ({"slots": True}, "1 or more"),
+        ({"on_busy": "later"}, '"latest", "skip" or "wait"'),
+        ({"max_consecutive_failures": 0}, "1 or more"),
         ({"timeout": -1}, "more than 0"),
         ({"timeout": timedelta(0)}, "more than 0"),
         ({"timeout": "soon"}, "seconds or a timedelta"),
@@ -153,3 +156,41 @@ def test_no_save_is_on_its_way_when_all_are_durable(plugin: AsyncCheckpointIO, t
     plugin.wait()
     assert not plugin.is_busy
     plugin.teardown()
+
+
+class Preference:
+    """A class of the user's own among the hyper-parameters."""
+
+
+def test_a_save_that_will_need_trust_says_so_at_once_and_only_once(
+    plugin: AsyncCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        plugin.save_checkpoint({"global_step": 1, "hyper_parameters": {"x": Preference()}}, tmp_path / f"{name}.ckpt")
+    plugin.teardown()
+    assert caplog.text.count("resuming will need AsyncCheckpointIO(trust=True)") == 1
+    assert "Preference" in caplog.text
+
+
+def test_suspended_saves_are_skipped_with_the_reason_in_the_log(
+    plugin: AsyncCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.suspend_saves("a restart is pending")
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    plugin.resume_saves()
+    plugin.save_checkpoint({"global_step": 2}, tmp_path / "b.ckpt")
+    plugin.teardown()
+    assert "a.ckpt (step 1) is skipped: a restart is pending" in caplog.text
+    assert [(tmp_path / name).exists() for name in ("a.ckpt", "b.ckpt")] == [False, True]
+
+
+def test_what_happens_is_appended_to_the_event_file(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    plugin = AsyncCheckpointIO(shm_dir=str(tmp_path / "shm"), events=str(tmp_path / "events.jsonl"))
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert [event["kind"] for event in read_events(tmp_path / "events.jsonl")] == [
+        "checkpoint_staged",
+        "checkpoint_saved",
+    ]
+    assert plugin.counts.saved == 1

@@ -1,0 +1,149 @@
+"""Ends of ranks and of writers: what is pending is saved or reported, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ENGINE = """
+import os, resource, signal, sys, torch
+from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
+folder = sys.argv[1]
+engine = CheckpointEngine(EngineOptions(shm_dir=folder + "/shm", deadline_s=float(sys.argv[2])))
+def save(step, count=1):
+    state = {"state_dict": {f"w{index}": torch.full((50,), float(step)) for index in range(count)}}
+    engine.save_sharded(f"{folder}/{step}.ckpt", step, state, {"meta.pt": b"x"})
+"""
+
+SLOW = """
+save(1)
+engine.wait()
+os.kill(engine.writer_pid, signal.SIGSTOP)
+save(2)
+save(3)
+print(engine.writer_pid, flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "shm").mkdir()
+    return tmp_path
+
+
+def run(folder: Path, code: str, deadline_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """The writer may outlive the rank, so its output goes to files, which need no reader."""
+    command = [sys.executable, "-c", ENGINE + code, str(folder), str(deadline_s)]
+    with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
+        code_of_exit = subprocess.run(command, stdout=out, stderr=err, timeout=90).returncode
+    texts = (folder / "out").read_text(), (folder / "err").read_text()
+    return subprocess.CompletedProcess(command, code_of_exit, *texts)
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.ckpt"))
+
+
+def wait_until_gone(pid: int, folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while (Path(f"/proc/{pid}").exists() or os.listdir(folder / "shm")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+    assert os.listdir(folder / "shm") == []
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('mine')", "os.kill(os.getpid(), signal.SIGINT)"])
+def test_however_the_interpreter_ends_what_is_pending_is_saved_before(folder: Path, end: str) -> None:
+    """Nobody has closed the engine; in a container a writer would not outlive its rank."""
+    done = run(folder, "save(1)\nsave(2)\n" + end)
+    assert saved(folder) == ["1.ckpt", "2.ckpt"]
+    assert os.listdir(folder / "shm") == []
+    assert {"": 0, "s": 3, "r": 1, "o": -signal.SIGINT}[end[:1]] == done.returncode, done.stderr
+
+
+def test_an_interpreter_that_ends_while_storage_hangs_reports_what_is_lost(folder: Path) -> None:
+    """The writer is stopped: at the deadline it is killed, its save has failed, and another one writes the next."""
+    done = run(folder, SLOW, deadline_s=1.0)
+    assert "2.ckpt (step 2) was NOT saved: it was not durable 1 s after its turn came" in done.stderr
+    assert saved(folder) == ["1.ckpt", "3.ckpt"]
+    wait_until_gone(int(done.stdout), folder)
+
+
+def test_an_idle_writer_that_hangs_does_not_hang_the_interpreter(folder: Path) -> None:
+    done = run(folder, "save(1)\nengine.wait()\nos.kill(engine.writer_pid, 19)\nprint(engine.writer_pid, flush=True)")
+    assert done.returncode == 0
+    wait_until_gone(int(done.stdout), folder)
+
+
+def test_a_killed_rank_has_all_that_it_staged_written_although_the_second_had_to_wait(folder: Path) -> None:
+    code = SLOW + "os.kill(os.getpid(), signal.SIGKILL)"
+    done = run(folder, code)
+    writer = int(done.stdout)
+    assert saved(folder) == ["1.ckpt"]
+    os.kill(writer, signal.SIGCONT)
+    wait_until_gone(writer, folder)
+    assert saved(folder) == ["1.ckpt", "2.ckpt", "3.ckpt"]
+
+
+def test_of_a_killed_rank_only_what_had_not_given_way_is_written(folder: Path) -> None:
+    done = run(folder, SLOW + "save(4)\nos.kill(os.getpid(), signal.SIGKILL)")
+    writer = int(done.stdout)
+    os.kill(writer, signal.SIGCONT)
+    wait_until_gone(writer, folder)
+    assert saved(folder) == ["1.ckpt", "2.ckpt", "4.ckpt"]
+
+
+def test_a_dead_writer_is_noticed_and_replaced_while_nothing_is_going_on(folder: Path) -> None:
+    code = """
+import time
+first = engine.writer_pid
+os.kill(first, signal.SIGKILL)
+began = time.monotonic()
+while engine.writer_pid == first and time.monotonic() < began + 60:
+    time.sleep(0.001)
+print(time.monotonic() - began)
+save(1)
+"""
+    assert run(folder, code).returncode == 0
+    assert saved(folder) == ["1.ckpt"]
+
+
+STUCK = """
+import os, socket, subprocess, sys, time
+from lightning_resilience.checkpoint.writer_link import Connection, leave_when_stuck
+rank = subprocess.Popen(["sleep", "60"])
+pidfd = os.pidfd_open(rank.pid)
+ours, theirs = socket.socketpair()
+leave_when_stuck(Connection(ours, pidfd), lambda: sys.argv[1], lambda: "; NOT saved: a.ckpt (step 3)", quiet_s=1.0)
+rank.kill()
+rank.wait()
+end = time.monotonic() + 1.5
+while time.monotonic() < end:  # it gets on
+    sum(range(100000))
+print("still here", flush=True)
+time.sleep(60)  # it does not
+"""
+
+
+def test_a_writer_whose_rank_is_gone_leaves_when_storage_lets_nothing_through(tmp_path: Path) -> None:
+    arena = tmp_path / "arena"
+    arena.write_text("")
+    done = subprocess.run([sys.executable, "-c", STUCK, str(arena)], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "still here\n"
+    assert "no progress for 1 s; NOT saved: a.ckpt (step 3)" in done.stderr
+    assert done.returncode == 1
+    assert not arena.exists()
+
+
+def test_two_thousand_tensors_under_a_limit_of_256_descriptors(folder: Path) -> None:
+    """What ``ulimit -n 256`` does; torch's own shared tensors take a descriptor each."""
+    code = "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\nsave(1, 2000)\nsave(2, 2000)\nengine.close()"
+    done = run(folder, code)
+    assert done.returncode == 0, done.stderr
+    assert saved(folder) == ["1.ckpt", "2.ckpt"]
