@@ -19,6 +19,7 @@ _ALWAYS_FATAL = (
     "builtins.SystemExit",
     "lightning.fabric.utilities.exceptions.MisconfigurationException",
     "lightning_resilience.errors.ConfigurationError",
+    "lightning_resilience.errors.ShardingError",
 )
 _BROKEN_CONTEXT = (  # after these every later call into CUDA fails in the same process
     "device-side assert",

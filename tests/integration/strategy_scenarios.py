@@ -381,7 +381,7 @@ def refused() -> dict[str, Any]:
     }
     model = TinyLM()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())  # type: ignore[method-assign]
-    cases["optimizer"] = partial(trainer().fit, model, loader(tokens(1)))
+    cases["optimizer"] = partial(trainer(ResilientFSDPStrategy(restart=None)).fit, model, loader(tokens(1)))
     told = {}
     for name, case in cases.items():
         try:
@@ -526,13 +526,13 @@ def raising_step() -> dict[str, Any]:
 
     with mock.patch.object(TinyLM, "loss", fail):
         try:
-            trainer().fit(model, loader(tokens(1)))
+            trainer(ResilientFSDPStrategy(restart=None)).fit(model, loader(tokens(1)))
         except RuntimeError as error:
             errors.append(str(error))
     handle = model.register_forward_pre_hook(fail, prepend=True)
     model = model_after_reset(model)
     try:
-        trainer().fit(model, loader(tokens(1)))
+        trainer(ResilientFSDPStrategy(restart=None)).fit(model, loader(tokens(1)))
     except RuntimeError as error:
         errors.append(str(error))
     handle.remove()
@@ -671,7 +671,7 @@ class PlainBackward(Gan):
 @scenario
 def backward_past_the_strategy() -> dict[str, Any]:
     try:
-        trainer(ResilientFSDPStrategy(auto_wrap_policy=None)).fit(seeded(PlainBackward), loader(noise(1)))
+        trainer(ResilientFSDPStrategy(auto_wrap_policy=None, restart=None)).fit(seeded(PlainBackward), loader(noise(1)))
     except ShardingError as error:
         return {"error_text": str(error)}
     return {"error_text": None}

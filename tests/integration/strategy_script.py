@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,6 +13,11 @@ from torch.utils.data import DataLoader
 
 import lightning_resilience
 from tests.integration.strategy_models import TinyLM, tokens
+
+
+def _inner(launcher: Any) -> Any:
+    """The one of Lightning, inside the one that restarts."""
+    return launcher._inner
 
 
 def main() -> None:
@@ -32,7 +38,7 @@ def main() -> None:
     if trainer.is_global_zero:
         result = {
             "strategy": type(trainer.strategy).__name__,
-            "launcher": type(trainer.strategy.launcher).__name__,
+            "launcher": type(_inner(trainer.strategy.launcher)).__name__,
             "world_size": trainer.world_size,
             "steps": trainer.global_step,
             "val_loss": trainer.callback_metrics["val_loss"].item(),
