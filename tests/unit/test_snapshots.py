@@ -134,6 +134,8 @@ def test_the_two_newest_are_held_and_take_turns(tmp_path: Path) -> None:
     (name,) = rank.files()
     size = os.stat(rank.shm / name).st_size
     assert size == os.stat(rank.shm / name).st_blocks * 512
+    state_bytes = sum(tensor.nbytes for tensor in training.everything().values())
+    assert size <= 2 * (state_bytes + (2 << 20)), "two states, and little more"
     assert os.stat(rank.shm / name).st_mode & 0o777 == 0o600
     rank.snapshots.close(keep=False)
 
