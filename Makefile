@@ -11,7 +11,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## train a small Llama, kill it, see it resume
+demo: $(STAMP)  ## a small Llama gets over an exception, a hang and SIGKILL
 	$(BIN)/python examples/llama/demo.py
 
 check: $(STAMP)  ## ruff and mypy

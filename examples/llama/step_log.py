@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_resilience.faults.plan import PlannedFault
+
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a log; a line that a kill cut in two is left out."""
@@ -69,6 +71,12 @@ class StepLog(Callback):
     def _write(self, trainer: Trainer, event: str, **fields: Any) -> None:
         if trainer.is_global_zero:
             append_line(self.path, {"event": event, "time": time.time(), **fields})
+
+
+def log_fault(path: Path, fault: PlannedFault) -> None:
+    """A `fault` event of a drill, from the rank that it is about to happen to."""
+    # at_s is of the clock of lightning_resilience's own reports of faults
+    append_line(path, {"event": "fault", "time": time.time(), "at_s": time.monotonic(), **asdict(fault)})
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from examples.llama.data import TextDataModule
 from examples.llama.model import LlamaModule
 from examples.llama.sizes import SIZES
-from examples.llama.step_log import StepLog
+from examples.llama.step_log import StepLog, log_fault
 from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, newest_checkpoint
+from lightning_resilience.errors import ConfigurationError
+from lightning_resilience.faults.injector import FaultInjector
+from lightning_resilience.faults.plan import PlannedFault, planned_fault
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -55,6 +59,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help='steps between two snapshots in memory, or "auto"; else none',
     )
     run.add_argument("--no-progress-bar", action="store_true")
+    faults = parser.add_argument_group("faults")
+    faults.add_argument("--hang-timeout", type=float, help="seconds without progress that are a hang; else learned")
+    faults.add_argument(
+        "--fault",
+        type=drill,
+        action="append",
+        default=[],
+        help="a drill: let this happen, such as raise:backward:rank=1:step=33 or hang:forward:rank=0:step=35",
+    )
     return parser.parse_args(arguments)
 
 
@@ -62,8 +75,16 @@ def steps_or_auto(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
+def drill(text: str) -> PlannedFault:
+    try:
+        return planned_fault(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def build_trainer(options: argparse.Namespace) -> L.Trainer:
     folder = Path(options.checkpoint_dir)
+    drills = [FaultInjector(options.fault, tell=partial(log_fault, folder / "steps.jsonl"))] if options.fault else []
     return L.Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
@@ -80,12 +101,14 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         default_root_dir=folder,  # events.jsonl goes there
         enable_progress_bar=not options.no_progress_bar,
         strategy=ResilientFSDPStrategy(  # (1)
-            activation_checkpointing_policy="auto" if options.activation_checkpointing else None
+            activation_checkpointing_policy="auto" if options.activation_checkpointing else None,
+            hang_timeout=options.hang_timeout,
         ),
         plugins=[AsyncCheckpointIO(snapshot_every_n_steps=options.snapshot_every)],  # (2)
         callbacks=[
             ModelCheckpoint(dirpath=folder, every_n_train_steps=options.checkpoint_every, save_top_k=-1),
             StepLog(str(folder / "steps.jsonl")),
+            *drills,
         ],
     )
 

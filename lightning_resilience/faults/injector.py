@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -26,10 +26,14 @@ class FaultInjector(L.Callback):
 
     Args:
         faults: What is to happen.
+        tell: Called with each fault right before it happens, on its rank.
     """
 
-    def __init__(self, faults: Iterable[PlannedFault]) -> None:
+    def __init__(
+        self, faults: Iterable[PlannedFault], tell: Callable[[PlannedFault], None] = lambda fault: None
+    ) -> None:
         self._faults = tuple(faults)
+        self._tell = tell
         self._plan: Plan | None = None
         self._watched: set[int] = set()
 
@@ -38,6 +42,7 @@ class FaultInjector(L.Callback):
             self._plan = Plan(self._faults, trainer.global_rank)
         fault = self._plan.due(place, trainer.global_step)
         if fault is not None:
+            self._tell(fault)
             strike(fault)
 
     @override

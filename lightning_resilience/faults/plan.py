@@ -62,6 +62,28 @@ class PlannedFault:
                 raise ConfigurationError(f"{name}={value!r} of a planned fault must be one of {', '.join(known)}.")
 
 
+def planned_fault(text: str) -> PlannedFault:
+    """The fault that an option of a command line asks for: kind, place, then rank, step and times if not as usual.
+
+    For example ``raise:backward:rank=1:step=33``.
+
+    Raises:
+        ConfigurationError: It does not say which fault.
+    """
+    kind, _, rest = text.partition(":")
+    place, *numbers = rest.split(":")
+    pairs = [part.partition("=") for part in numbers]
+    try:
+        values = {name: int(value) for name, _, value in pairs}
+        if unknown := values.keys() - {"rank", "step", "times"}:
+            raise ValueError(f"there is no {', '.join(sorted(unknown))}")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{text!r} is no fault ({error}); one is kind:place, then :rank=0, :step=0 and :times=1 where these differ."
+        ) from error
+    return PlannedFault(kind=kind, place=place, **values)  # type: ignore[arg-type]  # it checks these at birth
+
+
 class Plan:
     """All faults of one run, as one rank sees them.
 

@@ -29,9 +29,12 @@ def steps_of(events: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.timeout(280)
-def test_two_ranks_killed_without_warning_go_on_bit_for_bit(tmp_path: Path) -> None:
-    output = run("demo.py", "--steps", "16", "--checkpoint-every", "4", "--kill-at", "9", folder=tmp_path)
-    assert "resumes by itself" in output
+def test_two_ranks_that_fail_hang_and_are_killed_go_on_bit_for_bit(tmp_path: Path) -> None:
+    output = run("demo.py", "--steps", "16", "--checkpoint-every", "6", "--kill-at", "11", folder=tmp_path)
+    assert "rank 1 raises an exception after step 7" in output
+    assert "rank 0 hangs after step 9" in output
+    assert output.count("nothing is lost") == 2
+    assert "resumes by itself from step 6" in output
     assert "bit for bit" in output
 
 

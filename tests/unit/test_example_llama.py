@@ -24,10 +24,13 @@ from examples.llama.data import (
     split_tokens,
     text_files,
 )
+from examples.llama.demo import News, summary
 from examples.llama.model import LlamaModule, Perplexity, decay_groups, warmup_cosine
 from examples.llama.recovery import recovery, split_runs
 from examples.llama.sizes import SIZES, llama_config
 from examples.llama.step_log import append_line, read_events
+from examples.llama.train import parse_arguments
+from lightning_resilience.faults.plan import PlannedFault
 
 
 @pytest.fixture
@@ -218,36 +221,91 @@ def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 
 def _run(start: int, losses: Sequence[float]) -> list[dict[str, Any]]:
-    steps = [{"event": "step", "step": start + i, "loss": loss} for i, loss in enumerate(losses, 1)]
-    return [{"event": "start", "step": start}, *steps]
+    steps = [{"event": "step", "step": start + i, "time": start + i, "loss": loss} for i, loss in enumerate(losses, 1)]
+    return [{"event": "start", "step": start, "time": start}, *steps]
 
 
 SAVE = {"event": "save", "step": 2, "stall_s": 0.002, "error": None}
+FAULT = {"event": "fault", "time": 2.1, "at_s": 102.1, "rank": 1, "step": 2, "kind": "hang", "place": "forward"}
+KILLED = [*_run(0, [4.0, 3.0]), FAULT, *_run(2, [2.5])[1:], SAVE]
+
+
+def _restarted(rank: int, time: float, step: int = 2) -> dict[str, Any]:
+    report = {"kind": "hang", "rank": 1, "step": step, "at_s": 102.4}
+    phases = {"unblock": 0.1, "restore": 0.2}
+    return {"kind": "restarted", "rank": rank, "time": time, "number": 1, "faults": [report], "phases": phases}
+
+
+RESTARTED = [_restarted(0, 2.9), _restarted(1, 2.8)]
 
 
 def test_an_exact_resume_has_no_problem() -> None:
-    result = recovery([*_run(0, [4.0, 3.0, 2.5]), SAVE, *_run(2, [2.5, 2.0])], steps=4)
+    result = recovery([*KILLED, *_run(2, [2.5, 2.0])], RESTARTED, steps=4)
     assert (result.killed_at, result.resumed_from, result.redone) == (3, 2, [3])
     assert result.stalls_ms == (2.0,)
     assert result.problems() == []
 
 
+def test_a_restart_is_timed_from_the_fault_to_the_last_rank() -> None:
+    (restart,) = recovery([*KILLED, *_run(2, [2.5, 2.0])], RESTARTED, steps=4).restarts
+    assert (restart.kind, restart.rank, restart.step, restart.next_step, restart.redone) == ("hang", 1, 2, 3, 0)
+    assert [restart.noticed_s, restart.recovered_s] == pytest.approx([0.3, 0.5])
+    assert restart.phases == {"interrupt": pytest.approx(0.1), "unblock": 0.1, "restore": 0.2}
+
+
+def test_the_table_has_a_column_for_each_fault() -> None:
+    table = summary(recovery([*KILLED, *_run(2, [2.5, 2.0])], RESTARTED, steps=4))
+    assert [column.header for column in table.columns] == ["", "hang\non rank 1", "SIGKILL\nto all"]
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert ("steps done again", "0", "1") in rows
+    assert ("  unblock", "100.0 ms", "") in rows
+
+
 @pytest.mark.parametrize(
-    ("events", "problem"),
+    ("events", "restarted", "problem"),
     [
-        ([*_run(0, [4.0, 3.0, 2.5]), SAVE, *_run(2, [2.500001, 2.0])], "another loss"),
-        ([*_run(0, [4.0, 3.0, 2.5]), SAVE, *_run(0, [4.0, 3.0, 2.5, 2.0])], "step 0"),
-        ([*_run(0, [4.0, 3.0, 2.5]), SAVE, *_run(2, [2.5])], "to the end"),
-        ([*_run(0, [4.0, 3.0]), SAVE, *_run(2, [2.5, 2.0])], "done twice"),
-        ([*_run(0, [4.0, 3.0, 2.5]), *_run(2, [2.5, 2.0])], "no save"),
-        ([*_run(0, [4.0, 3.0, 2.5]), SAVE | {"error": "disk full"}, *_run(2, [2.5, 2.0])], "failed"),
+        ([*KILLED, *_run(2, [2.500001, 2.0])], RESTARTED, "another loss"),
+        ([*KILLED, *_run(0, [4.0, 3.0, 2.5, 2.0])], RESTARTED, "step 0"),
+        ([*KILLED, *_run(2, [2.5])], RESTARTED, "to the end"),
+        ([*_run(0, [4.0, 3.0]), SAVE, *_run(2, [2.5, 2.0])], [], "done twice"),
+        ([*_run(0, [4.0, 3.0, 2.5]), *_run(2, [2.5, 2.0])], [], "no save"),
+        ([*_run(0, [4.0, 3.0, 2.5]), SAVE | {"error": "disk full"}, *_run(2, [2.5, 2.0])], [], "failed"),
+        ([*KILLED, *_run(2, [2.5, 2.0])], [], "1 faults were planned, 0 recovered"),
+        ([*KILLED, *_run(2, [2.5, 2.0])], [_restarted(1, 2.8, step=1)], "1 faults were planned, 0 recovered"),
+        ([*KILLED, *_run(3, [2.0])], RESTARTED, "only with a fault"),
+        ([*_run(0, [4.0, 3.0]), *_run(1, [3.0, 2.5])[1:], SAVE, *_run(2, [2.5, 2.0])], [], "did some twice"),
     ],
 )
-def test_what_is_not_as_promised_is_named(events: list[dict[str, Any]], problem: str) -> None:
-    assert any(problem in text for text in recovery(events, steps=4).problems())
+def test_what_is_not_as_promised_is_named(
+    events: list[dict[str, Any]], restarted: list[dict[str, Any]], problem: str
+) -> None:
+    assert any(problem in text for text in recovery(events, restarted, steps=4).problems())
 
 
 def test_a_log_without_a_second_run_is_refused() -> None:
     with pytest.raises(ValueError, match="two runs"):
-        recovery(_run(0, [1.0]), steps=4)
+        recovery(_run(0, [1.0]), [], steps=4)
     assert len(split_runs([*_run(0, [1.0]), *_run(1, [1.0])])) == 2
+
+
+def test_lines_of_logs_are_news_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    append_line(first, {"event": "old", "time": 0})
+    news = News(first, second)
+    append_line(first, {"event": "late", "time": 2})
+    append_line(second, {"event": "early", "time": 1})
+    assert [event["event"] for event in news.read()] == ["early", "late"]
+    assert news.read() == []
+
+
+def test_a_drill_is_an_option_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse_arguments(["--fault", "raise:backward:rank=1:step=33", "--fault", "hang:forward"])
+    assert options.fault == [
+        PlannedFault(kind="raise", place="backward", rank=1, step=33),
+        PlannedFault(kind="hang", place="forward"),
+    ]
+    assert parse_arguments([]).fault == []
+    for wrong, said in {"rise:forward": "kind='rise'", "raise:forward:node=1": "no node", "hang": "place=''"}.items():
+        with pytest.raises(SystemExit):
+            parse_arguments(["--fault", wrong])
+        assert said in capsys.readouterr().err
