@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+_LONG = ("name", "tensor")  # columns that may be broken over lines
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -57,7 +58,9 @@ def _show_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], righ
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in columns:
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+        table.add_column(
+            heading, justify="right" if heading in right else "left", overflow="fold", no_wrap=heading not in _LONG
+        )
     for row in rows:
         table.add_row(*(Text(text, _style(text)) for text in row))
     Console().print(table)
