@@ -11,6 +11,7 @@ an epoch. Ranks that were interrupted at different stages go back to the earlies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
@@ -73,6 +74,7 @@ class Commits:
         self._noticed = noticed
         self._copies = Copies()
         self._kept: tuple[Commit, ...] = ()
+        self._parts: _Parts | None = None
 
     @property
     def newest(self) -> Commit | None:
@@ -84,7 +86,9 @@ class Commits:
         """Remember this place."""
         step = self._trainer.global_step
         since = tuple(commit for commit in self._kept if commit.step == step)
-        parts = list(_parts(self._trainer, self._copies))
+        if self._parts is None or not resume.point.mid_epoch:  # what there is may change between epochs
+            self._parts = _Parts.of(self._trainer)
+        parts = list(_keep_all(self._trainer, self._parts, self._copies))
         self._copies.next_round()
         stage = since[-1].stage + 1 if since else 0
         self._kept = (*since, Commit(step=step, stage=stage, resume=resume, entered=entered, parts=parts))
@@ -102,15 +106,37 @@ class Commits:
         return self._kept[index]
 
 
-def _parts(trainer: Trainer, copies: Copies) -> Iterator[PutBack]:
+@dataclass(frozen=True)
+class _Parts:
+    """What holds state, found by walking through loops and modules; done once an epoch."""
+
+    trackers: list[dict[str, Any]]
+    loops: list[dict[str, Any]]
+    modules: list[nn.Module]
+    with_buffers: list[nn.Module]
+    metrics: list[tuple[Metric, tuple[str, ...]]]
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> _Parts:
+        modules = list(trainer.lightning_module.modules())
+        return cls(
+            trackers=[vars(tracker) for tracker in progress_trackers(trainer.fit_loop)],
+            loops=[vars(loop) for loop in all_loops(trainer.fit_loop)],
+            modules=modules,
+            with_buffers=[module for module in modules if module._buffers],
+            metrics=[(one, (*one._defaults, *_METRIC_STATE)) for one in modules if isinstance(one, Metric)],
+        )
+
+
+def _keep_all(trainer: Trainer, found: _Parts, copies: Copies) -> Iterator[PutBack]:
     module = trainer.lightning_module
-    yield _loops(trainer)
+    yield _loops(found)
     yield _trainer_scalars(trainer)
     yield keep_dict(connector_attributes(trainer), copies)
     yield _results(training_results(trainer), copies)
     yield _results(evaluation_results(trainer), copies)
     yield _scalars(vars(module))
-    yield _modules(module, copies)
+    yield _modules(found, copies)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in a connector
         yield _callback(callback, copies)
     for config in trainer.lr_scheduler_configs:
@@ -122,9 +148,9 @@ def _parts(trainer: Trainer, copies: Copies) -> Iterator[PutBack]:
         yield _through_state_dict(trainer.datamodule, copies)  # type: ignore[attr-defined]
 
 
-def _loops(trainer: Trainer) -> PutBack:
-    trackers = [(vars(tracker), dict(vars(tracker))) for tracker in progress_trackers(trainer.fit_loop)]
-    scalars = [_scalars(vars(loop)) for loop in all_loops(trainer.fit_loop)]
+def _loops(found: _Parts) -> PutBack:
+    trackers = [(attributes, attributes.copy()) for attributes in found.trackers]
+    scalars = [_scalars(attributes) for attributes in found.loops]
 
     def put_back() -> None:
         for attributes, values in trackers:
@@ -136,7 +162,7 @@ def _loops(trainer: Trainer) -> PutBack:
 
 
 def _scalars(attributes: dict[str, Any]) -> PutBack:
-    values = {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
+    values = {name: value for name, value in attributes.items() if type(value) in PLAIN}
     return lambda: attributes.update(values)
 
 
@@ -176,15 +202,14 @@ def _attributes(owner: Any, names: tuple[str, ...], copies: Copies) -> PutBack:
     return put_back
 
 
-def _modules(model: nn.Module, copies: Copies) -> PutBack:
+def _modules(found: _Parts, copies: Copies) -> PutBack:
     """Buffers, metrics, and which modules are in training mode."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [_buffers(module, copies) for module in modules if module._buffers]
-    metrics = [_metric(module, copies) for module in modules if isinstance(module, Metric)]
+    modes = [module.training for module in found.modules]
+    buffers = [_buffers(module, copies) for module in found.with_buffers]
+    metrics = [_attributes(metric, names, copies) for metric, names in found.metrics]
 
     def put_back() -> None:
-        for module, mode in zip(modules, modes, strict=True):
+        for module, mode in zip(found.modules, modes, strict=True):
             module.training = mode
         for part in (*buffers, *metrics):
             part()
@@ -196,10 +221,6 @@ def _buffers(module: nn.Module, copies: Copies) -> PutBack:
     if isinstance(module, _NormBase):
         return keep_uncounted(module._buffers)
     return keep_dict(module._buffers, copies)
-
-
-def _metric(metric: Metric, copies: Copies) -> PutBack:
-    return _attributes(metric, (*metric._defaults, *_METRIC_STATE), copies)
 
 
 def _callback(callback: Callback, copies: Copies) -> PutBack:

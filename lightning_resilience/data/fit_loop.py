@@ -36,7 +36,7 @@ from lightning_resilience.data.fetcher import IdleLoader, LaggingFetcher, laggin
 from lightning_resilience.data.position import ResumedLoader, begin_next_epoch, generators_of, is_stateful
 from lightning_resilience.data.rank_state import EpochStart, RankState, Restorable, restorable
 from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint, resume_point
-from lightning_resilience.data.rng import RngState, capture_rng, restore_rng
+from lightning_resilience.data.rng import RngState, capture_rng, capture_rng_live, restore_rng
 from lightning_resilience.errors import LoadError
 
 Guard = Callable[[Callable[[], None], Callable[[], None]], None]
@@ -205,7 +205,8 @@ class ResumableFitLoop(FitLoop):
 
     def _live_state(self) -> Restorable:
         start = copy.copy(self._epoch_start)  # it is completed later
-        return Restorable(rng=self.capture_rng(), epoch_start=start, loaders=self._loader_states())
+        rng = capture_rng_live(generators_of(self._loaders))
+        return Restorable(rng=rng, epoch_start=start, loaders=self._loader_states())
 
     def _go_on(self) -> None:
         """From the commit that was put back."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
+"""Types of values that cannot change. Looked up by exact type: it is done some hundred times a step."""
 
 PutBack = Callable[[], Any]
 """Puts a value back into its object and returns that object."""
@@ -48,11 +49,11 @@ def version_of(tensor: Tensor) -> int:
 
 def keep(value: Any, copies: Copies) -> PutBack:
     """Remember `value` now."""
-    if isinstance(value, PLAIN):
+    kind = type(value)
+    if kind in PLAIN:
         return lambda: value
     if isinstance(value, Tensor):
         return keep_tensor(value, copies)
-    kind = type(value)
     if kind is list:
         return _keep_list(value, copies)
     if kind is dict:
@@ -95,7 +96,7 @@ def keep_dict(table: dict[Any, Any], copies: Copies, leave: Iterable[Any] = ()) 
         leave: Keys that are not touched.
     """
     left = set(leave)
-    plain = {key: value for key, value in table.items() if isinstance(value, PLAIN)}
+    plain = {key: value for key, value in table.items() if type(value) in PLAIN}
     rest = {key: keep(value, copies) for key, value in table.items() if key not in plain and key not in left}
 
     def put_back() -> dict[Any, Any]:
@@ -127,7 +128,7 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, value))
     if type(value) is dict:
         return all(map(is_plain, value.values()))
-    return isinstance(value, (*PLAIN, Tensor, nn.Module))
+    return type(value) in PLAIN or isinstance(value, (Tensor, nn.Module))
 
 
 def _keep_list(items: list[Any], copies: Copies) -> PutBack:
