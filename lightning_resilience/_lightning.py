@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
+import fsspec
 import torch
+from fsspec.utils import get_protocol
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -278,6 +280,7 @@ def show_pending_saves(is_pending: Callable[[Trainer, str], bool]) -> None:
         return
 
     def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
+        self._fs.invalidate_cache()  # other processes write there
         pending = is_pending(trainer, os.fspath(filepath))  # everywhere: what it raises must not leave ranks waiting
         here = trainer.is_global_zero and (pending or self._fs.exists(filepath))
         return trainer.strategy.reduce_boolean_decision(here, all=False)
@@ -407,6 +410,72 @@ def ends_training(trainer: Trainer) -> bool:
     epochs = trainer.max_epochs
     last_epoch = epochs is not None and epochs != -1 and trainer.current_epoch + 1 >= epochs and trainer.is_last_batch
     return trainer.interrupted or trainer.should_stop or last_step or last_epoch
+
+
+def lend_storage_options(options_of: Callable[[Trainer, str], Mapping[str, Any] | None]) -> None:
+    """Let `ModelCheckpoint` look at a bucket with the credentials that a checkpoint plugin has for it.
+
+    It makes its file system in `setup` (2.0 on), from the URL alone. Called again it changes nothing.
+
+    Args:
+        options_of: Gets the trainer and the directory; answers with options, or None to leave things as they are.
+    """
+    original = ModelCheckpoint.setup
+    if getattr(original, "borrows", False):
+        return
+
+    def setup(self: ModelCheckpoint, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        directory = checkpoint_directory(self, trainer)
+        options = options_of(trainer, directory)
+        if not options:
+            original(self, trainer, pl_module, stage)
+            return
+        protocol = get_protocol(directory)
+        before = fsspec.config.conf.get(protocol)
+        fsspec.config.conf[protocol] = {**(before or {}), **options}
+        try:
+            original(self, trainer, pl_module, stage)
+        finally:
+            fsspec.config.conf.pop(protocol)
+            if before is not None:
+                fsspec.config.conf[protocol] = before
+
+    setup.borrows = True  # type: ignore[attr-defined]
+    ModelCheckpoint.setup = setup  # type: ignore[method-assign]
+
+
+def checkpoint_directory(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """Where a `ModelCheckpoint` saves, whether or not it was told (`__resolve_ckpt_dir`, 1.9 on)."""
+    return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
+
+def find_last(find: Callable[[Trainer, list[str]], str | None]) -> None:
+    """Answer `ckpt_path="last"` for directories that are URLs.
+
+    Lightning strips `s3://` from what it finds there, looks for that on the local disk, finds nothing and begins from
+    step 0 (`_CheckpointConnector._parse_ckpt_path`, 2.0 on; Lightning issue 18261). Called again it changes nothing.
+
+    Args:
+        find: Gets the trainer and the directories; answers with the checkpoint, with an empty string if there is
+            none, or with None if this is Lightning's to answer.
+    """
+    original = _CheckpointConnector._parse_ckpt_path
+    if getattr(original, "finds_remotely", False):
+        return
+
+    def parse(self: _CheckpointConnector, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if ckpt_path == "last":
+            callbacks = [item for item in self.trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
+            found = find(self.trainer, [checkpoint_directory(callback, self.trainer) for callback in callbacks])
+            if found is not None:
+                return found or None
+        return original(self, state_fn, ckpt_path, *args, **kwargs)
+
+    parse.finds_remotely = True  # type: ignore[attr-defined]
+    _CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
+
+
+LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST
 
 
 def save_interval(callback: ModelCheckpoint) -> int:

@@ -24,6 +24,7 @@ from lightning_resilience._torch import own_store
 from lightning_resilience.checkpoint.adviser import Adviser, advice_from
 from lightning_resilience.checkpoint.archives import load_archive
 from lightning_resilience.checkpoint.backpressure import POLICIES, OnBusy
+from lightning_resilience.checkpoint.candidates import newest_in
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
@@ -33,10 +34,11 @@ from lightning_resilience.checkpoint.restore import OPTIMIZERS, weights_only_err
 from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest, checked_policies
 from lightning_resilience.checkpoint.roll_call import RollCall
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
-from lightning_resilience.checkpoint.storage import Place, is_url, place_for
+from lightning_resilience.checkpoint.storage import Place, in_process_only, is_url, place_for
 from lightning_resilience.checkpoint.verify import check_share, examined, first_usable
 from lightning_resilience.errors import (
     ConfigurationError,
+    LoadError,
     MismatchedCheckpointError,
     SaveError,
     UntrustedCheckpointError,
@@ -135,6 +137,8 @@ class AsyncCheckpointIO(CheckpointIO):
         self.keeper = CommitKeeper(self)
         _lightning.show_pending_saves(_is_pending)
         _lightning.hand_over(_keeper_of)
+        _lightning.lend_storage_options(_options_of)
+        _lightning.find_last(_last_of)
 
     @property
     def history(self) -> list[SaveReport]:
@@ -180,7 +184,7 @@ class AsyncCheckpointIO(CheckpointIO):
             target,
             step,
             checkpoint,
-            storage_options=self._options_for(target),
+            storage_options=self.options_for(target),
             required=self._is_required(trainer),
             tag=self.tag,
         )
@@ -217,7 +221,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """Delete a checkpoint once everything saved before this call is committed."""
         place = self.place(path)
         if self._engine is not None:
-            self._engine.remove(place.path, self._options_for(place.path))
+            self._engine.remove(place.path, self.options_for(place.path))
             return
         if self._in_fit and not self._history:
             log.warning(
@@ -299,7 +303,7 @@ class AsyncCheckpointIO(CheckpointIO):
             step,
             state,
             files,
-            storage_options=self._options_for(target),
+            storage_options=self.options_for(target),
             required=self._is_required(_lightning.calling_trainer()),
             tag=self.tag,
         )
@@ -337,7 +341,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._engine is None:
             self.remove_checkpoint(path)
         else:
-            self._engine.remove(self.place(path).path, self._options_for(path), persist=False, held=True)
+            self._engine.remove(self.place(path).path, self.options_for(os.fspath(path)), persist=False, held=True)
 
     def release(self, path: str) -> None:
         """See ``keeper.Saver``."""
@@ -407,14 +411,20 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             ConfigurationError: It is a URL of a kind that nothing here knows.
         """
-        return place_for(path, self._options_for(os.fspath(path)))
+        return place_for(path, self.options_for(os.fspath(path)))
 
-    def _options_for(self, path: str) -> Mapping[str, Any] | None:
+    def options_for(self, path: str) -> Mapping[str, Any] | None:
+        """How to reach the storage of a path; None for a local one."""
         return self._options_of.get(path, self._storage_options) if is_url(path) else None
 
     def _place_to_save(self, path: _PATH, storage_options: Mapping[str, Any] | None) -> Place:
         """The same for a save, which may bring options of its own; they hold for whatever happens to that path."""
         text = os.fspath(path)
+        if in_process_only(text) and max(_world_size(), self._exchange.world_size) > 1:
+            raise ConfigurationError(
+                f"{text} is in the memory of one process, and this job has several: no other could read it. Use a"
+                " directory that all can see."
+            )
         if storage_options is not None:
             if not is_url(text):
                 raise ConfigurationError(
@@ -472,7 +482,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def _retain(self, path: str) -> None:
         """Ask for what the policies let go, once what was saved just now is committed."""
         if self._keep and self._exchange.rank == 0 and (scope := scope_of(_lightning.calling_trainer(), path)):
-            options = self._options_for(path)
+            options = self.options_for(path)
             self._started().retain(
                 scope.directory,
                 self._keep,
@@ -512,9 +522,13 @@ def _load_file(place: Place, trust: bool, map_location: Any, resuming: bool) -> 
     return content
 
 
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _meet() -> None:
     """With DDP only rank 0 knows of saves; the others may look for files next, so they wait until those are there."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _world_size() > 1:
         dist.barrier()
 
 
@@ -526,6 +540,35 @@ def _keeper_of(trainer: Trainer) -> CommitKeeper | None:
 def _is_pending(trainer: Trainer, path: str) -> bool:
     plugin = trainer.strategy.checkpoint_io
     return isinstance(plugin, AsyncCheckpointIO) and plugin.is_pending(path)
+
+
+def _options_of(trainer: Trainer, directory: str) -> Mapping[str, Any] | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.options_for(directory) if isinstance(plugin, AsyncCheckpointIO) else None
+
+
+def _last_of(trainer: Trainer, directories: list[str]) -> str | None:
+    """What ``ckpt_path="last"`` means for directories that are URLs; empty where there is nothing, None if none is.
+
+    Raises:
+        LoadError: There are checkpoints, but none is called "last", or none is valid.
+    """
+    plugin = trainer.strategy.checkpoint_io
+    if not isinstance(plugin, AsyncCheckpointIO):
+        return None
+    places = [plugin.place(directory) for directory in directories if is_url(directory)]
+    if not places:
+        return None
+    found = [newest_in(place, wanted=lambda name: name.startswith(_lightning.LAST)) for place in places]
+    if candidates := [candidate for candidate in found if candidate is not None]:
+        return max(candidates, key=lambda candidate: candidate.created_ns).path
+    if others := [candidate.path for place in places if (candidate := newest_in(place, wait_s=0.0)) is not None]:
+        raise LoadError(
+            f'ckpt_path="last": no checkpoint of that name in {places[0]}, but there is {others[0]}. Set'
+            " ModelCheckpoint(save_last=True), or pass ckpt_path=newest_checkpoint(...), which needs no such name."
+        )
+    log.warning('ckpt_path="last": there is no checkpoint yet in %s, training begins at step 0', places[0])
+    return ""
 
 
 def plain_options(options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

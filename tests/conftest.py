@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.servers.s3 import S3Server
+from tests.servers.sftp import SftpServer
+
 
 def _children() -> set[int]:
     pids: set[int] = set()
@@ -20,7 +23,7 @@ def _children() -> set[int]:
             pids.update(int(pid) for pid in (task / "children").read_text().split())
         except FileNotFoundError:  # a thread that just ended
             continue
-    return pids
+    return pids - S3Server.running
 
 
 def _shared_memory() -> set[str]:
@@ -66,3 +69,29 @@ def leaves_nothing_behind() -> Iterator[None]:
     os.environ.update(environment)
     assert not left, f"left behind: {left}"
     assert not changed, f"environment variables changed: {sorted(changed)}"
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One server for the whole session; tests use `s3`."""
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server) -> Iterator[S3Server]:
+    """An empty bucket. A test that leaves an unfinished upload fails."""
+    s3_server.reset()
+    yield s3_server
+    left = s3_server.uploads()
+    assert not left, f"unfinished uploads: {left}"
+
+
+@pytest.fixture
+def sftp(tmp_path: Path) -> Iterator[SftpServer]:
+    """A server of an empty folder."""
+    (tmp_path / "served").mkdir()
+    server = SftpServer(tmp_path / "served")
+    yield server
+    server.close()

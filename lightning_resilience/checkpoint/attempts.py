@@ -23,6 +23,7 @@ from typing import Any
 from lightning_resilience.checkpoint.manifest import FileRecord, read_manifest
 from lightning_resilience.checkpoint.messages import Save
 from lightning_resilience.checkpoint.storage import REMOVED, Entry, Place, hidden, is_url, place_for
+from lightning_resilience.checkpoint.storage.protocol import GivenUp
 from lightning_resilience.errors import DamagedCheckpointError
 
 INCOMPLETE = ".incomplete"
@@ -65,9 +66,25 @@ class Attempt:
         """Where the ranks write."""
         return self.target / self.folder if self.folder else self.scaffolding
 
-    def open(self, rank: int) -> None:
-        """Say that this process works on it."""
-        for directory in (self.scaffolding, self.files):
+    def open(self, rank: int, *, one_file: bool = False) -> None:
+        """Say that this process works on it.
+
+        Args:
+            rank: Which.
+            one_file: The checkpoint will be a file, not a directory.
+
+        Raises:
+            FileExistsError: What it should replace is of the other kind, which remotely cannot be done in one step.
+        """
+        if self.folder and (there := self.target.stat()) is not None and there.is_directory == one_file:
+            kinds = ("a single file", "a sharded checkpoint")
+            raise FileExistsError(
+                errno.EEXIST,
+                f"{kinds[there.is_directory]} of this name is there, and {kinds[not one_file]} cannot replace it in one"
+                " step: choose another directory or name, or delete it",
+                str(self.target),
+            )
+        for directory in (self.scaffolding,) if one_file else (self.scaffolding, self.files):
             directory.storage.make_directory(str(directory))
         self.beat(rank)
 
@@ -135,11 +152,11 @@ class Pulse:
         self._next_beat = clock() + _BEAT_S
 
     def __call__(self) -> None:
-        """Raises ``TimeoutError`` when time is up."""
+        """Raises :class:`GivenUp` when time is up."""
         now = self._clock()
         if now > self._deadline:
             took = f"writing took more than the {self._request.deadline_s:.0f} s that a save may take"
-            raise TimeoutError(errno.ETIMEDOUT, took, self._request.path)
+            raise GivenUp(errno.ETIMEDOUT, took, self._request.path)
         if now > self._next_beat and not self._attempt.target.storage.renames:
             self._next_beat = now + _BEAT_S
             self._attempt.beat(self._request.rank)

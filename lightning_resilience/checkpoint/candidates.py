@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_resilience.checkpoint.attempts import live_attempts
+from lightning_resilience.checkpoint.attempts import FOLDER, live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
 from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, is_url, place_for
 from lightning_resilience.errors import (
@@ -30,6 +30,7 @@ RANK_FILE = "rank_{}.pt"  # only ours have it
 _SUFFIX = ".ckpt"
 _COUNTED = re.compile(r"(epoch|step)=\d")
 _POLL_S = 0.1
+_REMOTE_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,28 @@ def newest_checkpoint(
     if directory.is_file():
         raise ConfigurationError(f"newest_checkpoint({str(dirpath)!r}): that is a file, not a directory of checkpoints")
     _asked.add(resolved(directory))
+    newest = newest_in(directory, wait_s=wait_s)
+    return None if newest is None else newest.path
+
+
+def newest_in(
+    directory: Place, *, wait_s: float = 120.0, wanted: Callable[[str], bool] = lambda name: True
+) -> Candidate | None:
+    """The newest committed checkpoint below ``directory``; see :func:`newest_checkpoint`.
+
+    Args:
+        directory: Where to look.
+        wait_s: How long to wait for a writer, in seconds.
+        wanted: Whether a checkpoint of this name counts.
+
+    Raises:
+        NoValidCheckpointError: There are some and none of them is valid.
+    """
     _wait_for_writers(directory, wait_s)
-    found = find(directory)
+    found = [candidate for candidate in find(directory) if wanted(candidate.place.name)]
     for candidate in found:
         if not candidate.fault:
-            return candidate.path
+            return candidate
         log.warning("passing over %s: %s", candidate.path, candidate.fault)
     if found:
         raise none_valid(directory, [candidate.fault for candidate in found])
@@ -115,7 +133,7 @@ def resolved(place: Place) -> str:
 def find(directory: Place, enter: Callable[[str], bool] = lambda name: True) -> list[Candidate]:
     """All checkpoints in ``directory`` and the folders below it whose names ``enter`` lets in, newest first."""
     found = [examine(place) for place in _checkpoints_below(directory, enter)]
-    present = [candidate for candidate in found if candidate.place.exists()]  # a writer may be at work
+    present = [one for one in found if not one.fault or one.place.exists()]  # a writer may be at work
     return sorted(present, key=lambda candidate: candidate.created_ns, reverse=True)
 
 
@@ -124,7 +142,7 @@ def _checkpoints_below(directory: Place, enter: Callable[[str], bool]) -> Iterat
         place = directory / entry.name
         if _may_be_checkpoint(place, entry):
             yield place
-        elif entry.is_directory and not entry.is_link and not entry.name.startswith(".") and enter(entry.name):
+        elif entry.is_directory and not (entry.is_link or entry.name.startswith((".", FOLDER))) and enter(entry.name):
             yield from _checkpoints_below(place, enter)
 
 
@@ -213,15 +231,21 @@ def _check_stock(place: Place) -> None:
 
 
 def is_checkpoint_directory(place: Place) -> bool:
-    """Whether a directory is one checkpoint, rather than holding several."""
-    return place.name.endswith(_SUFFIX) or any((place / name).exists() for name in (MANIFEST, METADATA, META))
+    """Whether a directory is one checkpoint, rather than holding several.
+
+    Files in the folder of an attempt are a checkpoint when a manifest says so.
+    """
+    names = {entry.name for entry in place.entries()}
+    if any(name.startswith(FOLDER) for name in names):
+        return MANIFEST in names
+    return place.name.endswith(_SUFFIX) or not names.isdisjoint((MANIFEST, METADATA, META))
 
 
 def _may_be_checkpoint(place: Place, entry: Entry) -> bool:
     """Links only name what is here anyway; hidden names are unfinished, or wait to be put back."""
     if entry.is_link:
         return False
-    if entry.name.startswith("."):
+    if entry.name.startswith((".", FOLDER)):
         return entry.name.endswith(REPLACED)
     return is_checkpoint_directory(place) if entry.is_directory else entry.name.endswith(_SUFFIX)
 
@@ -233,4 +257,4 @@ def _wait_for_writers(directory: Place, wait_s: float, sleep: Callable[[float], 
         if not said:
             log.info("waiting for the writer that is still finishing %s", attempts[0])
             said = True
-        sleep(_POLL_S)
+        sleep(_POLL_S if directory.storage.renames else _REMOTE_POLL_S)

@@ -179,19 +179,12 @@ def write_file(attempt: Attempt, data: memoryview, seal: Callable[[str], bytes],
             draft.write(data, seal, held_back, progress)
             target.storage.publish(str(draft), str(target))
         else:
-            attempt.open(rank=0)
+            attempt.open(rank=0, one_file=True)
             target.write(data, seal, held_back, progress)
-            _drop_directory(target)
             draft.delete()
     except OSError:
         draft.delete()
         raise
-
-
-def _drop_directory(target: Place) -> None:
-    """An object store can have a file and a directory of one name; the one saved last counts."""
-    for entry in target.entries():
-        (target / entry.name).delete()
 
 
 def is_committed(request: Save) -> bool:

@@ -39,6 +39,8 @@ from lightning_resilience.checkpoint.messages import (
     decode,
     encode,
 )
+from lightning_resilience.checkpoint.storage import in_process_only
+from lightning_resilience.checkpoint.writer_here import do_here
 from lightning_resilience.checkpoint.writer_start import start_writer
 from lightning_resilience.errors import WriterError
 from lightning_resilience.events import Event
@@ -134,12 +136,22 @@ class WriterClient:
             if self._state.broken:
                 raise WriterError(self._state.broken)
             void = not isinstance(message, Save) and message.after in self._state.failed
-            if not void:
+            here = in_process_only(message.path)
+            if not void and not here:
                 self._state.requests[message.id] = _Request(message, on_done)
                 self._send(self._as_of_now(message))
                 self._dispatch()
         if void:
             on_done(Done(message.id, void=True))
+        elif here:
+            on_done(self._do_here(message))
+
+    def _do_here(self, message: Request) -> Done:
+        done = do_here(message if isinstance(message, Save) else replace(message, after=0), self._arena)
+        with self._state.changed:
+            if done.error and isinstance(message, Save):
+                self._state.failed.add(message.id)
+        return done
 
     @contextlib.contextmanager
     def held(self) -> Iterator[list[Staged]]:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 from lightning_resilience.checkpoint.attempts import Attempt, Pulse, Record, attempt_of, sweep
 from lightning_resilience.checkpoint.commit import Commit, CommitClock, is_committed, write_file
@@ -33,7 +34,7 @@ from lightning_resilience.checkpoint.messages import (
     Written,
 )
 from lightning_resilience.checkpoint.removal import retain
-from lightning_resilience.checkpoint.storage import Place, place_for
+from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.storage.local import link
 from lightning_resilience.checkpoint.writer_link import Arena, Connection, leave_when_stuck, say
 from lightning_resilience.checkpoint.writer_queue import WriterQueue
@@ -43,10 +44,24 @@ _NICENESS = 10  # training has the processor first
 _POLL_S = 0.02
 
 
+class Rank(Protocol):
+    """Who asks and is answered."""
+
+    closed: bool
+
+    def receive(self, timeout_s: float | None) -> list[Message]:
+        """What has been asked since; waits up to ``timeout_s`` seconds for the first (None: for ever)."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Answer."""
+        ...
+
+
 class Writer:
     """Takes requests in order. Its whole state is what is queued and what waits for other ranks."""
 
-    def __init__(self, rank: Connection) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._queue = WriterQueue()
         self._commits: deque[Commit] = deque()
@@ -234,10 +249,14 @@ def explain(error: Exception) -> str:
     """The error in words that say what to do next."""
     if not isinstance(error, OSError):
         return str(error)
-    hint = _HINTS.get(error.errno or 0, "")
+    hint = (_REMOTE_HINTS if is_url(str(error.filename)) else _HINTS).get(error.errno or 0, "")
     return f"{error.strerror or error}: {error.filename or 'writing'}{hint}"
 
 
+_REMOTE_HINTS = {
+    errno.EACCES: " (check the credentials, in storage_options or the environment, and what they allow)",
+    errno.ENOENT: " (check that the bucket exists, and the endpoint)",
+}
 _HINTS = {
     errno.ENOSPC: " (the file system is full: free space, or keep fewer checkpoints)",
     errno.EDQUOT: " (the quota is used up: free space, or keep fewer checkpoints)",

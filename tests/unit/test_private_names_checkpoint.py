@@ -6,11 +6,14 @@ import inspect
 import io
 import pickle
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch._C._distributed_c10d import HashStore
@@ -117,3 +120,40 @@ def test_the_default_store_can_be_reached_through_a_connection_of_its_own() -> N
             store.wait(["missing"], timedelta(milliseconds=1))
     finally:
         dist.destroy_process_group()
+
+
+def test_lightning_still_resolves_the_directory_and_the_word_last_where_they_are_looked_after() -> None:
+    parse = _CheckpointConnector._parse_ckpt_path
+    assert getattr(parse, "finds_remotely", False) or list(inspect.signature(parse).parameters)[:3] == [
+        "self",
+        "state_fn",
+        "ckpt_path",
+    ]
+    callback = ModelCheckpoint("s3://bucket/run")
+    assert _lightning.checkpoint_directory(callback, Trainer(accelerator="cpu", logger=False)) == "s3://bucket/run"
+    assert _lightning.LAST == "last"
+
+
+def test_a_callback_makes_its_file_system_in_setup_and_gets_our_options_there_alone() -> None:
+    asked: list[str] = []
+
+    def options_of(trainer: Trainer, directory: str) -> dict[str, str]:
+        asked.append(directory)
+        return {"key": "someone"}
+
+    with mock.patch.object(ModelCheckpoint, "setup", _unpatched(ModelCheckpoint.setup)):
+        _lightning.lend_storage_options(options_of)
+        trainer = Trainer(accelerator="cpu", logger=False)
+        callback = ModelCheckpoint("memory://run")
+        callback.setup(trainer, LightningModule(), "fit")
+        _lightning.lend_storage_options(options_of)  # changes nothing
+    assert asked == ["memory://run"]
+    assert callback._fs.storage_options == {"key": "someone"}
+    assert "memory" not in fsspec.config.conf
+
+
+def _unpatched(setup: Any) -> Any:
+    """Lightning's own, which another test may have wrapped."""
+    while getattr(setup, "borrows", False):
+        setup = inspect.getclosurevars(setup).nonlocals["original"]
+    return setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "Place",
     "Storage",
     "hidden",
+    "in_process_only",
     "is_url",
     "place_for",
     "storage_for",
@@ -34,11 +36,41 @@ def storage_for(path: str, storage_options: Mapping[str, Any] | None = None) -> 
         storage_options: For the file system of a URL, which gets them untouched; local paths need none.
 
     Raises:
-        ConfigurationError: Nothing here knows that kind of URL.
+        ConfigurationError: Nothing here knows that kind of URL, or it holds a password.
     """
-    if is_url(path) and not path.startswith(_LOCAL):
-        raise ConfigurationError(f"{path!r} is a URL, and checkpoints go to local and shared file systems so far")
-    return LocalStorage()
+    if not is_url(path) or path.startswith(_LOCAL):
+        return _LOCAL_STORAGE
+    kind, _, rest = path.partition("://")
+    host = rest.partition("/")[0]
+    if ":" in host.rpartition("@")[0]:
+        raise ConfigurationError(
+            f"the {kind}:// URL holds a password, and URLs are shown in logs: pass it in storage_options instead"
+        )
+    if "::" in kind:
+        raise ConfigurationError(f"checkpoints cannot go through the chain {kind}: use the last URL of it alone")
+    return _remote(kind, host, path, storage_options or {})
+
+
+def _remote(kind: str, host: str, path: str, storage_options: Mapping[str, Any]) -> Storage:
+    """One for each kind, host and set of options, so that connections are kept."""
+    from lightning_resilience.checkpoint.storage.remote import RemoteStorage  # fsspec, only where there is a URL
+
+    try:
+        key = json.dumps([kind, host, storage_options], sort_keys=True)
+    except TypeError:  # options that cannot be compared
+        return RemoteStorage(path, storage_options)
+    if key not in _remotes:
+        _remotes[key] = RemoteStorage(path, storage_options)
+    return _remotes[key]
+
+
+_LOCAL_STORAGE = LocalStorage()
+_remotes: dict[str, Storage] = {}
+
+
+def in_process_only(path: str) -> bool:
+    """Whether only the process that writes there can read it again."""
+    return path.startswith("memory://")
 
 
 def place_for(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Place:

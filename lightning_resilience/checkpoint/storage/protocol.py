@@ -27,6 +27,10 @@ def no_progress() -> None:
     """Nobody wants to know."""
 
 
+class GivenUp(TimeoutError):
+    """What ``progress`` raises to end a write: nobody tries again then."""
+
+
 def hidden(name: str, mark: str) -> str:
     """A name that is no checkpoint's, made from that of one; the same every time, and never too long."""
     data = name.lstrip(".").encode()
@@ -108,7 +112,7 @@ class Storage(Protocol):
             data: What to write.
             tail: Makes the last bytes of the file from the digest.
             held_back: How many bytes at the end of ``data`` the tail replaces; they are not part of the digest.
-            progress: Called now and then while it goes on. What it raises ends the writing.
+            progress: Called now and then while it goes on. Raises :class:`GivenUp` to end the writing.
         """
         ...
 

@@ -1,0 +1,156 @@
+"""Trying again: which errors may pass by themselves, how often and how long they are waited for.
+
+The decision is a pure function; :class:`Retries` carries it out, counts and says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightning_resilience.checkpoint.storage.protocol import GivenUp
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_PERMANENT_TYPES = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
+_PERMANENT_NAMES = {  # of libraries that are not imported here
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ParamValidationError",
+    "ProfileNotFound",
+    "AuthenticationException",
+    "BadAuthenticationType",
+    "BadHostKeyException",
+}
+_PERMANENT_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTSUP}
+_NUMBER_OF: dict[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+    TimeoutError: errno.ETIMEDOUT,
+}
+_HARMLESS = {"endpoint_url", "host", "port", "region_name", "username", "user", "project", "account_name"}
+_SHORTEST_SECRET = 4
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often to try, and how long to pause before the second time; each pause is twice the one before.
+
+    By default seven tries with 16 seconds of pauses between them, on top of what a file system does by itself.
+    """
+
+    tries: int = 7
+    first_pause_s: float = 0.25
+    longest_pause_s: float = 8.0
+
+    def pause_s(self, failures: int) -> float | None:
+        """How long to wait after this many failures; None to give up."""
+        if failures >= self.tries:
+            return None
+        return min(self.first_pause_s * 2.0 ** (failures - 1), self.longest_pause_s)
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether it may go better the next time. What nobody knows may: seven tries harm nobody."""
+    if isinstance(error, _PERMANENT_TYPES) or type(error).__name__ in _PERMANENT_NAMES:
+        return False
+    return not (isinstance(error, OSError) and error.errno in _PERMANENT_NUMBERS)
+
+
+class Retries:
+    """Owned by one storage; used by several threads at once.
+
+    Args:
+        patience: When to give up.
+        secrets: Options whose values no error may show.
+        sleep: Waits that many seconds.
+    """
+
+    def __init__(
+        self, patience: Patience, secrets: Mapping[str, Any], sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._patience = patience
+        self._secrets = tuple(_secrets_in(secrets))
+        self._sleep = sleep
+        self.count = 0
+
+    def run(self, what: str, path: str, act: Callable[[], T], before_again: Callable[[], None]) -> T:
+        """What ``act`` returns, at the first try that succeeds.
+
+        Args:
+            what: What is done, for the log: "read", "write part 3 of".
+            path: To what.
+            act: Does it.
+            before_again: Called before another try; what it raises ends the trying.
+
+        Raises:
+            OSError: The last error, in a form that shows no secret; of its own type where that is a kind of it.
+        """
+        failures = 0
+        while True:
+            try:
+                return act()
+            except GivenUp:
+                raise
+            except Exception as error:  # of a library that may raise anything
+                failures += 1
+                pause_s = self._patience.pause_s(failures) if is_transient(error) else None
+                if pause_s is None:
+                    raise self._told(what, path, error, failures) from None  # the original may show a secret
+                self.count += 1
+                log.warning(
+                    "could not %s %s: %s; trying again in %.2f s (%d of %d)",
+                    what,
+                    path,
+                    self.without_secrets(error),
+                    pause_s,
+                    failures + 1,
+                    self._patience.tries,
+                )
+            self._sleep(pause_s)
+            before_again()
+
+    def without_secrets(self, error: Exception) -> str:
+        """The text of an error, with the values of options taken out."""
+        text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def _told(self, what: str, path: str, error: Exception, failures: int) -> OSError:
+        number = next((number for kind, number in _NUMBER_OF.items() if isinstance(error, kind)), None)
+        if number is None:
+            number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+        tried = f", tried {failures} times" if failures > 1 else ""
+        return OSError(number, f"could not {what} it{tried}: {self.without_secrets(error)}", path)
+
+
+def _secrets_in(value: Any, key: str = "") -> list[str]:
+    """All texts in nested options except those that tell an error's reader where it happened."""
+    if isinstance(value, Mapping):
+        return [text for inner, item in value.items() for text in _secrets_in(item, str(inner))]
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in _secrets_in(item, key)]
+    if isinstance(value, str) and len(value) >= _SHORTEST_SECRET and key not in _HARMLESS:
+        return [value]
+    return []
