@@ -294,7 +294,8 @@ class RestartEngine:
         log.error("no restart: %s", action.reason)
         self._number += 1
         self._leave_groups_usable(incident)
-        if isinstance(error, RestartSignal) or reports[self._control.rank].fault is None:
+        is_own = reports[self._control.rank].fault is not None or isinstance(error, ResilienceError)
+        if isinstance(error, RestartSignal) or not is_own:
             raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
         raise error
 

@@ -18,8 +18,7 @@ _ALWAYS_FATAL = (
     "builtins.KeyboardInterrupt",
     "builtins.SystemExit",
     "lightning.fabric.utilities.exceptions.MisconfigurationException",
-    "lightning_resilience.errors.ConfigurationError",
-    "lightning_resilience.errors.ShardingError",
+    "lightning_resilience.errors.ResilienceError",  # a verdict, reached when nothing else could be done
 )
 _BROKEN_CONTEXT = (  # after these every later call into CUDA fails in the same process
     "device-side assert",
@@ -122,7 +121,8 @@ class RestartPolicy:
     """How often, and after which faults, ``fit`` goes on.
 
     Exceptions are named by class, or by name as in YAML: ``"OSError"``, ``"torch.OutOfMemoryError"``; subclasses
-    count too. ``KeyboardInterrupt``, ``SystemExit`` and errors of configuration always end the run.
+    count too. ``KeyboardInterrupt``, ``SystemExit``, errors of configuration and
+    this package's own always end the run.
 
     Args:
         max_restarts: Restarts within ``window``; None for any number.

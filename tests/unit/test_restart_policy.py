@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_resilience.errors import ConfigurationError, ShardingError
+from lightning_resilience.errors import ArenaError, ConfigurationError, ShardingError
 from lightning_resilience.restart.policy import (
     Fault,
     GiveUp,
@@ -54,7 +54,14 @@ def test_another_fault_or_step_is_no_repetition(other: Fault) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [KeyboardInterrupt(), SystemExit(3), MisconfigurationException("no"), ShardingError("no"), GeneratorExit()],
+    [
+        KeyboardInterrupt(),
+        SystemExit(3),
+        MisconfigurationException("no"),
+        ShardingError("no"),
+        ArenaError("no"),
+        GeneratorExit(),
+    ],
 )
 def test_never_retried_whatever_the_user_says(error: BaseException) -> None:
     policy = RestartPolicy(retry_on=[Exception, KeyboardInterrupt, SystemExit])
