@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import statistics
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from lightning_resilience import AsyncCheckpointIO
+from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import ConfigurationError, MismatchedCheckpointError, SaveError
 from lightning_resilience.events import read_events
 
@@ -103,6 +106,19 @@ def test_a_failed_save_does_not_hide_the_exception_that_ends_fit(
     except KeyError:
         plugin.teardown()  # as Lightning does; raises nothing
     assert "was not saved" in caplog.text
+
+
+def test_what_cannot_be_deleted_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = AsyncCheckpointIO()
+
+    def refuse(place: Place) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(place))
+
+    monkeypatch.setattr(Place, "delete", refuse)
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert f"the checkpoint {tmp_path}/a.ckpt could not be deleted: Read-only file system" in caplog.text
 
 
 def test_a_sharded_checkpoint_for_a_strategy_that_reads_files_says_what_to_do(
