@@ -235,12 +235,22 @@ def restore_parameter_groups(trainer: Trainer) -> None:
 
     `BaseFinetuning.on_fit_start` does that once it has its state (1.5 on; a public hook). With a strategy that restores
     after its set-up Lightning calls the hook before the callbacks have their state, so nothing would come of it. What
-    has a state is trained, so it needs gradients, which Lightning forgets.
+    is added again was unfrozen when it was added first; the callbacks have frozen it anew by now, and Lightning leaves
+    it so.
     """
+    before = _optimized(trainer)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
+    for parameter in _optimized(trainer) - before:
+        parameter.requires_grad = True
+
+
+def _optimized(trainer: Trainer) -> set[torch.Tensor]:
+    """All parameters that some optimizer has."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return {parameter for group in groups for parameter in group["params"]}
 
 
 def _weights_only_of_the_run() -> bool | None:

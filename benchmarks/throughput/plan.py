@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 LOADS = {
     "raw": "raw readinto, 1 thread",
-    "raw-threads": "raw readinto, as many threads as ours",
+    "raw-threads": "raw readinto, 2 threads",
     "ours": "lightning_resilience, verified",
     "dcp-load": "dcp.load",
     "torch-load": "torch.load of a file per rank",

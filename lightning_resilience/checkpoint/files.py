@@ -59,6 +59,11 @@ class CheckpointFiles:
         folder = self.manifest.folder if self.manifest is not None else ""
         return path.removeprefix(f"{folder}/") if folder else path
 
+    @property
+    def are_local(self) -> bool:
+        """Whether the kernel copies their bytes, rather than a client of some service."""
+        return isinstance(self.place.storage, LocalStorage)
+
     def has(self, name: str) -> bool:
         """Whether the file is part of the checkpoint."""
         return (self.place / name).exists() if self.manifest is None else name in self.manifest.files
@@ -97,7 +102,7 @@ class CheckpointFiles:
         """
         self.size(name)
         file = self.place / name
-        if isinstance(file.storage, LocalStorage):
+        if self.are_local:
             return LocalSource(file, self._trust)
         return RemoteSource(file)
 

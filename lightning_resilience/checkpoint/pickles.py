@@ -34,7 +34,8 @@ class PickleGuard:
         self._data = data
         self._stack: list[int] = []
         self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
+        self._memo: dict[int, int] = {}  # only what weighs something
+        self._numbers_given = self._memoized = 0
         self._credit = 64 * len(data) + _MAX_WEIGHT
 
     def check(self, start: int = 0) -> int:
@@ -51,7 +52,9 @@ class PickleGuard:
             code = data[at]
             at += 1
             if code == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+                if weight := stack[-1]:
+                    memo[self._memoized] = weight
+                self._memoized += 1
             elif code in _PUSH:
                 stack.append(0)
                 at += _PUSH[code]
@@ -69,6 +72,8 @@ class PickleGuard:
             elif code in (0x8C, 0x55, 0x43, 0x8A):  # SHORT_BINUNICODE, SHORT_BINSTRING, SHORT_BINBYTES, LONG1
                 at = self._skip(at + 1, data[at])
             elif code == 0x2E:  # STOP
+                if self._memoized and self._numbers_given:
+                    raise UntrustedCheckpointError("it numbers values in two ways, which no pickler does")
                 return at
             else:
                 at = _RARE.get(code, PickleGuard._refuse)(self, at)
@@ -160,15 +165,19 @@ class PickleGuard:
         return at
 
     def _put(self, at: int) -> int:
-        self._memo[self._data[at]] = self._stack[-1]
+        self._remember(self._data[at])
         return at + 1
 
     def _long_put(self, at: int) -> int:
         index = int.from_bytes(self._data[at : at + 4], "little")
         if index > len(self._data):  # the unpickler makes a table of twice that size
             raise UntrustedCheckpointError(f"it remembers a value as number {index}")
-        self._memo[index] = self._stack[-1]
+        self._remember(index)
         return at + 4
+
+    def _remember(self, index: int) -> None:
+        self._numbers_given += 1
+        self._memo[index] = self._stack[-1]
 
     def _skip_4(self, at: int) -> int:
         return self._skip(at + 4, int.from_bytes(self._data[at : at + 4], "little"))

@@ -194,7 +194,10 @@ def _begin(candidate: Candidate, target: Target, rank: int) -> tuple[_Small, Sha
     manifest = candidate.proof if isinstance(candidate.proof, Manifest) else None
     files = CheckpointFiles(candidate.folder, manifest, target.trust)
     reader = ShardShelf(files)
-    load = PiecesLoad(reader, candidate.place, target)
+    try:
+        load = PiecesLoad(reader, candidate.place, target)
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+        raise LoadError(f"there is no room in memory for what {candidate.place} says it has: {error}") from error
     return _Small.read(files, target.trust, rank), reader, load
 
 

@@ -85,7 +85,7 @@ def fetch(flight: Flight, exchange: Exchange) -> None:
         DamagedCheckpointError: A piece that some rank needs is not what was written; raised on all ranks.
     """
     if exchange.world_size == 1:
-        transfer(flight, list(flight.landings), default_threads(1))
+        transfer(flight, list(flight.landings), default_threads(flight.files, 1))
         return
     window = _Window()
     try:
@@ -101,7 +101,7 @@ def _fetch_shared(flight: Flight, exchange: Exchange, window: _Window) -> None:
     for ranks in nodes:
         shares.update(zip(ranks, divide([needs[rank] for rank in ranks]), strict=True))
     neighbours = next(ranks for ranks in nodes if exchange.rank in ranks)
-    threads = default_threads(len(neighbours))
+    threads = default_threads(flight.files, len(neighbours))
     mine = shares[exchange.rank]
     together(exchange, lambda: transfer(flight, mine.alone, threads))
     for number in range(max(len(share.rounds) for share in shares.values())):

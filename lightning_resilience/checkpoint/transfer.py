@@ -21,6 +21,7 @@ import xxhash
 
 from lightning_resilience.checkpoint.files import CheckpointFiles, Source, altered
 
+_REMOTE_THREADS = 16
 _GAP = 64 << 10  # so many bytes nobody wants are read along rather than skipped, where nothing is verified
 
 
@@ -125,9 +126,14 @@ def _pieces_for(
             yield Piece(file, start, stop, digest), list(open_now)
 
 
-def default_threads(sharers: int) -> int:
-    """How many threads read for one of so many ranks on this machine."""
-    return max(2, min(8, (os.cpu_count() or 2) // sharers))
+def default_threads(files: CheckpointFiles, sharers: int) -> int:
+    """How many threads read for one of so many ranks on this machine.
+
+    From a file system one for each processor of the rank: they copy and hash. From elsewhere more, for they wait.
+    """
+    if not files.are_local:
+        return _REMOTE_THREADS
+    return max(1, min(8, len(os.sched_getaffinity(0)) // sharers))
 
 
 def transfer(flight: Flight, pieces: Sequence[Piece], threads: int) -> None:

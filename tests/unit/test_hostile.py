@@ -260,6 +260,23 @@ def test_shapes_that_the_files_cannot_fill_take_no_memory(checkpoint: Path, shap
         load(checkpoint)
 
 
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1", reason="this kernel promises any memory"
+)
+def test_a_sparse_file_does_not_fill_the_memory_either(checkpoint: Path) -> None:
+    """Its size is real enough to hold the tensor that the metadata tells of, and nothing proves it."""
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / "rank_0.pt").unlink()
+    metadata = metadata_of(checkpoint)
+    grow(metadata, "optimizer_0.state.0.weight.exp_avg", (2**40,))
+    info = metadata.storage_data[MetadataIndex("optimizer_0.state.0.weight.exp_avg", torch.Size([0]))]
+    info.length = 2**42 + 2000
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    os.truncate(checkpoint / "__0_0.distcp", info.offset + info.length)
+    with pytest.raises(LoadError, match="no room in memory"):
+        load(checkpoint)
+
+
 def test_a_place_beyond_the_end_of_a_file(checkpoint: Path) -> None:
     def change(metadata: Metadata) -> None:
         for info in metadata.storage_data.values():

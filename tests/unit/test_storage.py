@@ -60,6 +60,18 @@ def test_a_tail_replaces_what_is_held_back(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"abcd-end"
 
 
+@pytest.mark.parametrize(("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_permissions_are_those_the_umask_says(tmp_path: Path, mask: int, file: int, folder: int) -> None:
+    before = os.umask(mask)
+    try:
+        storage.LocalStorage().make_directory(str(tmp_path / "a.ckpt"))
+        storage.write_durably(tmp_path / "a.ckpt" / "meta.pt", memoryview(b"x"))
+    finally:
+        os.umask(before)
+    assert os.stat(tmp_path / "a.ckpt").st_mode & 0o777 == folder
+    assert os.stat(tmp_path / "a.ckpt" / "meta.pt").st_mode & 0o777 == file
+
+
 def test_a_shorter_second_try_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     storage.write_durably(tmp_path / "a", memoryview(b"x" * 100))
     storage.write_durably(tmp_path / "a", memoryview(b"short"))
