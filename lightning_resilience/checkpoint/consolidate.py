@@ -170,7 +170,8 @@ def write_checkpoint(
                 file.write(data)
                 advance(len(data))
         contents.finish()
-        file.write(seal_tail(size, step, created_ns, digest.hexdigest()))
+        just_before = max(0, created_ns - 1)  # beside its source the copy, which knows less, is never the newest
+        file.write(seal_tail(size, step, just_before, digest.hexdigest()))
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ other ranks, makes the process groups again, lets the workload go back to its co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -34,6 +35,8 @@ from lightning_resilience.restart.timeouts import Section, Timeouts
 from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
 
 log = logging.getLogger(__name__)
+
+_GOODBYE_S = 1.0
 
 EXIT_CODE_STUCK = 85
 """The process leaves with this code when its main thread cannot be brought out of what it does."""
@@ -153,6 +156,8 @@ class RestartEngine:
     def close(self) -> None:
         """Stop to listen; other ranks are not told."""
         if self._monitor is not None:
+            with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may have left
+                self._control.generation(self._number).finish()
             self._end_generation()
             self._watched.disconnect()
             self._monitor = None
@@ -442,7 +447,8 @@ class Monitor:
         return self._alarm
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; it ends by itself when all ranks have finished, and torch complains of a cut connection."""
+        self._thread.join(_GOODBYE_S)
         self._control.disconnect()
         self._thread.join()
 

@@ -83,6 +83,12 @@ class Incident:
         return "; ".join(map(in_words, self.faults)) or "unknown"
 
     @property
+    def _origin(self) -> str:
+        """File, line and function of the first fault."""
+        places = [fault.where.rpartition(" > ")[2] for fault in self.faults if fault.where]
+        return f" ({places[0]})" if places else ""
+
+    @property
     def goes_on(self) -> str:
         """Where training goes on, in a few words."""
         match self.resumption:
@@ -95,7 +101,7 @@ class Incident:
     def tell(self) -> None:
         """One line in the log of rank 0."""
         if self.rank == 0:
-            log.warning("%s. Restarted in %.2f s: training %s.", self.cause, self.seconds, self.goes_on)
+            log.warning("%s%s. Restarted in %.2f s: training %s.", self.cause, self._origin, self.seconds, self.goes_on)
 
     def restarted(self, generation: int) -> Restarted:
         """The event that says the same."""

@@ -89,6 +89,15 @@ def test_a_checkpoint_comes_out_as_it_went_in_and_sealed(tmp_path: Path) -> None
     assert [path.name for path in target.parent.iterdir()] == ["out.ckpt"]
 
 
+def test_a_copy_beside_its_source_is_never_the_newest(tmp_path: Path) -> None:
+    """It lacks random numbers and the position in the data: a run that went on from it would not go on exactly."""
+    source, copy, copy_of_copy = saved(tmp_path, content()), tmp_path / "copy.ckpt", tmp_path / "again.ckpt"
+    write_checkpoint(copy, FileContents(source, trust=False), step=30, created_ns=1_000)
+    write_checkpoint(copy_of_copy, FileContents(copy, trust=False), step=30, created_ns=999)
+    seals = [read_seal(place_for(path)) for path in (copy, copy_of_copy)]
+    assert [seal.created_ns for seal in seals if seal] == [999, 998]
+
+
 def test_without_optimizers_and_with_one_part_of_the_names(tmp_path: Path) -> None:
     value = content()
     target = tmp_path / "out.ckpt"

@@ -63,7 +63,7 @@ class RemoteStorage:
         self.protocol = url.partition("://")[0]
         self._url = url
         self._options = dict(storage_options)
-        self._kind = _file_system_class(self.protocol)
+        self._kind = _file_system_class(self.protocol, url)
         self._shows_whole = self.protocol in _OBJECT_STORES
         self._part_bytes = part_bytes
         self._retries = Retries(patience or Patience(), self._options, sleep)
@@ -332,13 +332,13 @@ class Written:
         return tail
 
 
-def _file_system_class(protocol: str) -> Any:
+def _file_system_class(protocol: str, path: str) -> Any:
     from fsspec import get_filesystem_class
 
     try:
         return get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
-        raise ConfigurationError(f"cannot use {protocol}:// URLs: {error}") from error
+        raise ConfigurationError(f"cannot use {protocol}:// URLs, as in {path!r}: {error}") from error
 
 
 def _read_through(fs: Any, key: str, offset: int, buffer: memoryview) -> int:
