@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.efficiency.plan import METHODS, Plan, Run
-from benchmarks.jobs import available_memory, ends_of_logs, machine_facts, running_ranks, wait_for_ranks
+from benchmarks.jobs import available_memory, machine_facts, require_room, results_of
 
 _TARGET = 0.9
 _PATIENCE_S = 1500.0
@@ -83,23 +83,23 @@ def _arguments() -> tuple[Plan, Path | None]:
 def _check_room(plan: Plan) -> None:
     """Stop before anything is written that does not fit."""
     state = plan.mb * 10**6 * plan.ranks
-    needs = {
-        plan.directory: (shutil.disk_usage(plan.directory).free, (plan.saves + _SAVES_ON_DISK) * state),
-        "memory": (available_memory(), _COPIES * state),
-    }
-    for where, (free, needed) in needs.items():
-        if free < needed:
-            sys.exit(f"{where}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; pass a smaller --mb")
+    require_room(
+        {
+            plan.directory: (shutil.disk_usage(plan.directory).free, (plan.saves + _SAVES_ON_DISK) * state),
+            "memory": (available_memory(), _COPIES * state),
+        }
+    )
 
 
 def _measure(plan: Plan) -> list[dict[str, Any]]:
     """What every rank found."""
-    directory = Path(plan.directory)
-    job = running_ranks("benchmarks.efficiency.rank", plan.encode(), ranks=plan.ranks, directory=directory)
-    with job as ranks:
-        if not wait_for_ranks(ranks, patience_s=_PATIENCE_S):
-            sys.exit(ends_of_logs(directory, plan.ranks))
-    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(plan.ranks)]
+    return results_of(
+        "benchmarks.efficiency.rank",
+        plan.encode(),
+        ranks=plan.ranks,
+        directory=Path(plan.directory),
+        patience_s=_PATIENCE_S,
+    )
 
 
 def _slowest(runs: Sequence[Run]) -> Run:

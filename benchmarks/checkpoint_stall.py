@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.jobs import available_memory, ends_of_logs, machine_facts, running_ranks, wait_for_ranks
+from benchmarks.jobs import available_memory, machine_facts, require_room, results_of
 from benchmarks.stall.options import DEFAULT_METHODS, METHODS, QUICK_METHODS, Options, Sample
 from benchmarks.stall.report import NOT_INSTALLED, figures, print_report, targets
 
@@ -99,24 +99,24 @@ def _without_missing(options: Options) -> tuple[Options, dict[str, str]]:
 def _check_room(options: Options) -> None:
     """Stop before anything is written that does not fit."""
     state = (options.tensors * _SMALL_TENSOR or options.mb * 10**6) * options.ranks
-    needs = {
-        options.directory: (shutil.disk_usage(options.directory).free, _SAVES_ON_DISK * state),
-        "/dev/shm": (shutil.disk_usage("/dev/shm").free, _SHARED_COPIES * state),
-        "memory": (available_memory(), _COPIES * state),
-    }
-    for where, (free, needed) in needs.items():
-        if free < needed:
-            sys.exit(f"{where}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; pass a smaller --mb")
+    require_room(
+        {
+            options.directory: (shutil.disk_usage(options.directory).free, _SAVES_ON_DISK * state),
+            "/dev/shm": (shutil.disk_usage("/dev/shm").free, _SHARED_COPIES * state),
+            "memory": (available_memory(), _COPIES * state),
+        }
+    )
 
 
 def _measure(options: Options) -> list[dict[str, Any]]:
     """What every rank found."""
-    directory = Path(options.directory)
-    job = running_ranks("benchmarks.stall.rank", options.encode(), ranks=options.ranks, directory=directory)
-    with job as ranks:
-        if not wait_for_ranks(ranks, patience_s=options.budget_s + _START_UP_S):
-            sys.exit(ends_of_logs(directory, options.ranks))
-    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(options.ranks)]
+    return results_of(
+        "benchmarks.stall.rank",
+        options.encode(),
+        ranks=options.ranks,
+        directory=Path(options.directory),
+        patience_s=options.budget_s + _START_UP_S,
+    )
 
 
 def _sample(fields: Mapping[str, Any]) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 _VERSIONS = ("torch", "lightning", "xxhash", "nvidia-resiliency-ext")
@@ -52,6 +54,25 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], *, patience_s: 
             return False
         time.sleep(0.1)
     return not any(process.returncode for process in processes)
+
+
+def results_of(module: str, options: str, *, ranks: int, directory: Path, patience_s: float) -> list[dict[str, Any]]:
+    """Run :func:`running_ranks` to its end and read what each rank left in ``rank<n>.json``; exits if one fails."""
+    with running_ranks(module, options, ranks=ranks, directory=directory) as processes:
+        if not wait_for_ranks(processes, patience_s=patience_s):
+            sys.exit(ends_of_logs(directory, ranks))
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def require_room(needs: Mapping[str, tuple[float, float]]) -> None:
+    """Exit before anything is written that does not fit.
+
+    Args:
+        needs: Free and needed bytes by the name of the place.
+    """
+    for where, (free, needed) in needs.items():
+        if free < needed:
+            sys.exit(f"{where}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; pass a smaller --mb")
 
 
 def ends_of_logs(directory: Path, ranks: int) -> str:
