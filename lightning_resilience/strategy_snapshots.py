@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_resilience import _lightning
-from lightning_resilience.checkpoint.candidates import META, find, resolved, was_asked_for
+from lightning_resilience.checkpoint.candidates import META, find, was_asked_for
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.snapshots.choice import Request, Stored
 from lightning_resilience.checkpoint.snapshots.engine import RANK_STATE, Snapshots
@@ -56,7 +56,7 @@ class SnapshottingStrategy(CheckpointingStrategy):
         if plugin.snapshots is None:
             self._together(lambda: forget_run(directory) if self.is_global_zero else None, SaveError)
             return path
-        request = Request(resolved(plugin.place(path)) if path else None, was_asked_for(directory))
+        request = Request(plugin.place(path).resolved().path if path else None, was_asked_for(directory))
         step = begin_run(plugin.snapshots, directory, request, lambda: newest_stored(directory))
         if step is None:
             return path
@@ -69,7 +69,7 @@ class SnapshottingStrategy(CheckpointingStrategy):
         callback = self._trainer.checkpoint_callback
         dirpath = getattr(callback, "dirpath", None) or self._trainer.default_root_dir
         place = plugin.place(dirpath)
-        return Place(place.storage, resolved(place))
+        return place.resolved()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -212,5 +212,5 @@ def newest_stored(directory: Place) -> Stored | None:
     for candidate in find(directory):
         if not candidate.fault:
             step = candidate.proof.step if candidate.proof else None
-            return Stored(resolved(candidate.place), step, candidate.created_ns)
+            return Stored(candidate.place.resolved().path, step, candidate.created_ns)
     return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_resilience.checkpoint.attempts import FOLDER, live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
-from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, is_url, place_for
+from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, place_for
 from lightning_resilience.errors import (
     CheckpointError,
     ConfigurationError,
@@ -86,7 +86,7 @@ def newest_checkpoint(
     directory = place_for(dirpath, storage_options)
     if directory.is_file():
         raise ConfigurationError(f"newest_checkpoint({str(dirpath)!r}): that is a file, not a directory of checkpoints")
-    _asked.add(resolved(directory))
+    _asked.add(directory.resolved().path)
     newest = newest_in(directory, wait_s=wait_s)
     return None if newest is None else newest.path
 
@@ -121,13 +121,8 @@ _asked: set[str] = set()
 
 def was_asked_for(directory: Place) -> bool:
     """Whether :func:`newest_checkpoint` was called in this process for ``directory``, or for one that holds it."""
-    path = resolved(directory)
+    path = directory.resolved().path
     return any(path == asked or path.startswith(f"{asked.rstrip('/')}/") for asked in _asked)
-
-
-def resolved(place: Place) -> str:
-    """The path without links, to compare it with others."""
-    return place.path if is_url(place.path) else os.path.realpath(place.path)
 
 
 def find(directory: Place, enter: Callable[[str], bool] = lambda name: True) -> list[Candidate]:
