@@ -45,6 +45,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -595,3 +596,21 @@ def restore_while_training(trainer: Trainer, path: str) -> None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback._last_global_step_saved = min(callback._last_global_step_saved, trainer.global_step)
+
+
+def given_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders that `fit` was given, if any; those that hooks return are not there yet (`_data_source`, 2.0 on)."""
+    fit_loop = trainer.fit_loop
+    sources = (fit_loop._data_source, fit_loop.epoch_loop.val_loop._data_source)
+    given = [source.instance for source in sources if not source.is_module()]
+    return [loader for one in given if one is not None for loader in CombinedLoader(one).flattened]
+
+
+def abandon_fit(trainer: Trainer) -> None:
+    """Undo what `Trainer._run` holds when it is left in the middle and will be run again (2.0 on).
+
+    As `Trainer._teardown` does, but strategy, loggers and callbacks go on.
+    """
+    abandon_evaluation(trainer.fit_loop.epoch_loop.val_loop)
+    trainer.fit_loop.teardown()
+    trainer._signal_connector.teardown()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import distributed_c10d
+from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -278,6 +278,30 @@ _IDLE_GROUP: dict[str, Any] = {
     "_partial_reduce_output": None,
     "_all_reduce_state": None,
 }
+
+
+def is_composed(module: Module) -> bool:
+    """Whether `fully_shard` and its like keep something about `module` outside of it.
+
+    `_composable_state._module_state_mapping` (torch 2.1 on): what is in it cannot be sharded again.
+    """
+    return module in _composable_state._module_state_mapping
+
+
+def forget_composed(module: Module) -> None:
+    """Undo that."""
+    _composable_state._module_state_mapping.pop(module, None)
+
+
+def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """What `register_post_accumulate_grad_hook` has added; `Tensor._post_accumulate_grad_hooks` (torch 2.1 on)."""
+    hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return hooks
+
+
+def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:
+    """Replace them; None for none."""
+    tensor._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # declared by what it returns
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,11 @@ def live_groups() -> list[dist.ProcessGroup]:
     return list(c10d._world.pg_map)
 
 
+def live_names() -> list[str]:
+    """Their names."""
+    return list(c10d._world.pg_names.values())
+
+
 def device_backends(group: dist.ProcessGroup) -> list[Any]:
     """The backends of a group, one for each kind of device."""
     return [group._get_backend(device) for device in group._device_types]
@@ -163,21 +168,29 @@ class ClosedGroups:
         assert world.default_pg is not None
         self._default = world.pg_names[world.default_pg]
 
-    def make_again(self, store: Store) -> dict[dist.ProcessGroup, dist.ProcessGroup]:
-        """Make all groups again, with their names, ranks, backends and timeouts, in their order.
+    @property
+    def members(self) -> dict[str, list[int]]:
+        """The ranks of the job in each group, by the group's name."""
+        return {name: list(ranks) for name, ranks in self._ranks.items()}
+
+    def make_again(self, store: Store, names: Collection[str]) -> dict[dist.ProcessGroup, dist.ProcessGroup]:
+        """Make groups again, with their names, ranks, backends and timeouts, in their order.
 
         All ranks of the job call it at the same time. Raises what torch raises when a rank does not come.
 
         Args:
             store: A store that no group has used before.
+            names: Of the groups; others are closed for good. The default group is always made.
 
         Returns:
-            The new group for each old one.
+            The new group for each old one that was made again.
         """
         _forget_all_groups()
         world = c10d._world
         made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         for name, group in self._old.items():
+            if name not in names and name != self._default:
+                continue
             made[group] = _make_again(name, store)
             if name == self._default:
                 c10d._update_default_pg(made[group])

@@ -21,6 +21,7 @@ The text of each says what happened, where, and what to do next. Beside the tree
 and derives from `BaseException` so that `except Exception` lets it pass:
 
     RestartSignal               another rank has a fault: leave `fit` for a moment, to restart together
+        StartOver               nothing was trained yet: leave `fit`, to begin it again
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class StateLost(RestartError):
 
 class RestartSignal(BaseException):
     """Another rank has a fault. Raised in the thread that trains; code that catches it will meet it again."""
+
+
+class StartOver(RestartSignal):
+    """All ranks have agreed to begin `fit` again; whoever runs it does."""
 
 
 class CheckpointError(ResilienceError):

@@ -160,6 +160,7 @@ class ResilientFSDPStrategy(RestartingStrategy):
             self._mesh_group = dist.group.WORLD
         self._device_mesh = self._meshes.job
         _lightning.publish_mesh(self.lightning_module, self._device_mesh)
+        self.guard_setup()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -167,11 +168,13 @@ class ResilientFSDPStrategy(RestartingStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         _lightning.evaluate_without_inference_mode(trainer)
+        self.adopt_earlier_model()
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._shard(self.lightning_module)
         self.model_to_device()
         self.reshard_all()
         self.barrier()
+        self.model_is_built()
         if trainer.state.fn == TrainerFn.FITTING:
             check_gradients_reduced(self.lightning_module, self.device_mesh)
             self.setup_optimizers(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch import forget_interrupted_batch
 from lightning_resilience._torch_groups import Groups
+from lightning_resilience.beginning import Beginning
 from lightning_resilience.checkpoint.exchange import GroupExchange
 from lightning_resilience.checkpoint.snapshots.choice import newest_common
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
@@ -33,9 +34,10 @@ from lightning_resilience.restart.control import Control, open_control
 from lightning_resilience.restart.engine import RestartEngine
 from lightning_resilience.restart.events import Incident
 from lightning_resilience.restart.fence import Fence
-from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, Resumption
+from lightning_resilience.restart.from_the_start import run_from_the_start
+from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, FromTheStart, Resumption
 from lightning_resilience.restart.policy import RestartPolicy
-from lightning_resilience.restart.reports import Standing
+from lightning_resilience.restart.reports import SETTING_UP, Standing
 from lightning_resilience.restart.timeouts import Section, Timeouts, hang_seconds
 from lightning_resilience.restart.watchdog import Heart
 from lightning_resilience.strategy_snapshots import SnapshottingStrategy, newest_stored
@@ -66,6 +68,7 @@ class RestartingStrategy(SnapshottingStrategy):
         self._generation = 0
         self._stepped = self._gradients_ready = False
         self._fence = Fence(_FENCE_LIMIT_S)
+        self._beginning: Beginning | None = None
 
     # --- life
 
@@ -81,9 +84,23 @@ class RestartingStrategy(SnapshottingStrategy):
         if self.restart is not None:
             _torch_groups.watch_groups()
         super()._setup_distributed()
+
+    def guard_setup(self) -> None:
+        """From here on faults are recovered from. Called at the end of `setup_environment`."""
         if self.restart is not None and self._trainer.state.fn == TrainerFn.FITTING and self._engine is None:
+            self._beginning = Beginning(self._trainer)
             self._engine = self._make_engine(self.restart)
             self._engine.start()
+
+    def model_is_built(self) -> None:
+        """Called in `setup` when the models of all ranks are made."""
+        if self._engine is not None and self._beginning is not None:
+            self._beginning.model_is_built()
+
+    def adopt_earlier_model(self) -> None:
+        """Called in `setup` before anything is made of the model."""
+        if self._engine is not None and self._beginning is not None:
+            self._beginning.put_back_model()
 
     def _make_engine(self, policy: RestartPolicy) -> RestartEngine:
         if self._control is None:
@@ -102,7 +119,7 @@ class RestartingStrategy(SnapshottingStrategy):
         )
 
     def guard_training(self) -> None:
-        """From here until the end of training faults are recovered from. Called at the end of `setup`."""
+        """Training will be guarded by itself, and goes on from commits. Called at the end of `setup`."""
         if self._engine is None:
             return
         loop = self._loop
@@ -117,6 +134,7 @@ class RestartingStrategy(SnapshottingStrategy):
         if engine is not None:
             engine.close()
             self._generation = engine.generation + 1
+            self._beginning = None
             self._loop.stand_alone()
 
     # --- while training
@@ -158,6 +176,7 @@ class RestartingStrategy(SnapshottingStrategy):
     def _committed(self) -> None:
         if self._fence.closed:
             self._stepped = True
+            self._beginning = None
         self._fence.open()
         self._gradients_ready = False
         self.enter(Section.HOOKS)
@@ -165,6 +184,13 @@ class RestartingStrategy(SnapshottingStrategy):
         self._engine.committed()
 
     # --- for the engine
+
+    def begin_again(self, *, built: bool) -> None:
+        """Back to where `fit` began."""
+        assert self._beginning is not None
+        self._loop.stand_alone()
+        self._gradients_ready = self._stepped = False
+        self._beginning.put_back(built=built)
 
     def drop_interrupted_batch(self) -> None:
         """All of it but complete gradients. Local: collectives are not possible."""
@@ -274,7 +300,7 @@ class RestartLauncher(_Launcher):
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            return run_from_the_start(partial(function, *args, **kwargs), lambda: self._strategy._engine)
         finally:
             self._strategy.end_restarts()
 
@@ -298,7 +324,7 @@ class Training:
         """See :class:`lightning_resilience.restart.engine.Workload`, as for all below."""
         commits = self._strategy._loop.commits
         newest = None if commits is None else commits.newest
-        return Standing(step=0, stage=0) if newest is None else Standing(step=newest.step, stage=newest.stage)
+        return SETTING_UP if newest is None else Standing(step=newest.step, stage=newest.stage)
 
     def whole(self) -> bool:
         """True outside updates."""
@@ -307,6 +333,20 @@ class Training:
     def ready(self) -> bool:
         """Backward is over, the update has not begun."""
         return self._strategy.is_ready_for_update
+
+    def built(self) -> bool:
+        """A barrier was passed after sharding."""
+        beginning = self._strategy._beginning
+        return beginning is None or beginning.built
+
+    def updated(self) -> bool:
+        """The beginning is forgotten at the first update."""
+        return self._strategy._beginning is None or self._strategy._fence.closed
+
+    def first_groups(self, *, built: bool) -> Collection[str]:
+        """Those of the strategy, and of a model that stays."""
+        assert self._strategy._beginning is not None
+        return self._strategy._beginning.groups(built=built)
 
     def stop(self) -> None:
         """Forget the batch."""
@@ -324,6 +364,8 @@ class Training:
                 self._strategy.go_to(standing)
             case FromRestorePoint(reason=reason):
                 self._strategy.go_to_restore_point(reason)
+            case FromTheStart(built=built):
+                self._strategy.begin_again(built=built)
 
     def announce(self, incident: Incident) -> None:
         """Call `on_restart(trainer, pl_module, incident)` of the callbacks and the module that have it."""

@@ -74,7 +74,7 @@ class Commits:
         self._noticed = noticed
         self._copies = Copies()
         self._kept: tuple[Commit, ...] = ()
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
 
     @property
     def newest(self) -> Commit | None:
@@ -87,7 +87,7 @@ class Commits:
         step = self._trainer.global_step
         since = tuple(commit for commit in self._kept if commit.step == step)
         if self._parts is None or not resume.point.mid_epoch:  # what there is may change between epochs
-            self._parts = _Parts.of(self._trainer)
+            self._parts = Parts.of(self._trainer)
         parts = list(_keep_all(self._trainer, self._parts, self._copies))
         self._copies.next_round()
         stage = since[-1].stage + 1 if since else 0
@@ -107,7 +107,7 @@ class Commits:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What holds state, found by walking through loops and modules; done once an epoch."""
 
     trackers: list[dict[str, Any]]
@@ -117,7 +117,7 @@ class _Parts:
     metrics: list[tuple[Metric, tuple[str, ...]]]
 
     @classmethod
-    def of(cls, trainer: Trainer) -> _Parts:
+    def of(cls, trainer: Trainer) -> Parts:
         modules = list(trainer.lightning_module.modules())
         return cls(
             trackers=[vars(tracker) for tracker in progress_trackers(trainer.fit_loop)],
@@ -128,27 +128,31 @@ class _Parts:
         )
 
 
-def _keep_all(trainer: Trainer, found: _Parts, copies: Copies) -> Iterator[PutBack]:
-    module = trainer.lightning_module
+def _keep_all(trainer: Trainer, found: Parts, copies: Copies) -> Iterator[PutBack]:
+    yield from keep_trainer(trainer, found, copies)
+    yield _scalars(vars(trainer.lightning_module))
+    yield keep_modules(found, copies)
+    for config in trainer.lr_scheduler_configs:
+        yield _through_state_dict(config.scheduler, copies)
+    for optimizer in trainer.optimizers:
+        yield _param_groups(optimizer, copies)
+
+
+def keep_trainer(trainer: Trainer, found: Parts, copies: Copies) -> Iterator[PutBack]:
+    """All but the model and what was made for training it."""
     yield _loops(found)
     yield _trainer_scalars(trainer)
     yield keep_dict(connector_attributes(trainer), copies)
     yield _results(training_results(trainer), copies)
     yield _results(evaluation_results(trainer), copies)
-    yield _scalars(vars(module))
-    yield _modules(found, copies)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in a connector
         yield _callback(callback, copies)
-    for config in trainer.lr_scheduler_configs:
-        yield _through_state_dict(config.scheduler, copies)
-    for optimizer in trainer.optimizers:
-        yield _param_groups(optimizer, copies)
     yield _through_state_dict(trainer.precision_plugin, copies)
     if trainer.datamodule is not None:  # type: ignore[attr-defined]  # set in a connector
         yield _through_state_dict(trainer.datamodule, copies)  # type: ignore[attr-defined]
 
 
-def _loops(found: _Parts) -> PutBack:
+def _loops(found: Parts) -> PutBack:
     trackers = [(attributes, attributes.copy()) for attributes in found.trackers]
     scalars = [_scalars(attributes) for attributes in found.loops]
 
@@ -202,7 +206,7 @@ def _attributes(owner: Any, names: tuple[str, ...], copies: Copies) -> PutBack:
     return put_back
 
 
-def _modules(found: _Parts, copies: Copies) -> PutBack:
+def keep_modules(found: Parts, copies: Copies) -> PutBack:
     """Buffers, metrics, and which modules are in training mode."""
     modes = [module.training for module in found.modules]
     buffers = [_buffers(module, copies) for module in found.with_buffers]

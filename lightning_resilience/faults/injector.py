@@ -32,15 +32,20 @@ class FaultInjector(L.Callback):
     def __init__(
         self, faults: Iterable[PlannedFault], tell: Callable[[PlannedFault], None] = lambda fault: None
     ) -> None:
-        self._faults = tuple(faults)
+        self._plan = Plan(faults)
         self._tell = tell
-        self._plan: Plan | None = None
         self._watched: set[int] = set()
 
+    def pass_by(self, trainer: L.Trainer, place: Place) -> None:
+        """For places in the user's own code, which callbacks do not see.
+
+        Raises:
+            PlannedError: That is what was planned.
+        """
+        self._pass(trainer, place)
+
     def _pass(self, trainer: L.Trainer, place: Place) -> None:
-        if self._plan is None:
-            self._plan = Plan(self._faults, trainer.global_rank)
-        fault = self._plan.due(place, trainer.global_step)
+        fault = self._plan.due(place, trainer.global_step, trainer.global_rank)
         if fault is not None:
             self._tell(fault)
             strike(fault)
@@ -80,13 +85,11 @@ class FaultInjector(L.Callback):
 
     @override
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self._pass(trainer, "validation")
+        self._pass(trainer, "sanity_check" if trainer.sanity_checking else "validation")
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._pass(trainer, "validation_end")
+        self._pass(trainer, "sanity_check_end" if trainer.sanity_checking else "validation_end")
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Any) -> None:

@@ -14,7 +14,11 @@ Kind = Literal["raise", "hang", "kill", "exit", "interrupt"]
 Place = Literal[
     "prepare_data",
     "setup",
+    "configure_model",
+    "configure_optimizers",
     "fit_start",
+    "sanity_check",
+    "sanity_check_end",
     "train_start",
     "epoch_start",
     "batch_start",
@@ -85,20 +89,19 @@ def planned_fault(text: str) -> PlannedFault:
 
 
 class Plan:
-    """All faults of one run, as one rank sees them.
+    """All faults of one run.
 
     Args:
         faults: In any order.
-        rank: Whose faults happen.
     """
 
-    def __init__(self, faults: Iterable[PlannedFault], rank: int) -> None:
-        self._left = {fault: fault.times for fault in faults if fault.rank == rank}
+    def __init__(self, faults: Iterable[PlannedFault]) -> None:
+        self._left = {fault: fault.times for fault in faults}
 
-    def due(self, place: Place, step: int) -> PlannedFault | None:
-        """The fault that happens now, which is then used up."""
+    def due(self, place: Place, step: int, rank: int) -> PlannedFault | None:
+        """The fault that happens now to this rank, which is then used up."""
         for fault, times in self._left.items():
-            if times and (fault.place, fault.step) == (place, step):
+            if times and (fault.place, fault.step, fault.rank) == (place, step, rank):
                 self._left[fault] = times - 1
                 return fault
         return None

@@ -13,28 +13,37 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
 from lightning_resilience._torch_groups import ClosedGroups, Groups
-from lightning_resilience.errors import PeerFailed, ResilienceError, RestartError, RestartSignal
+from lightning_resilience.errors import (
+    PeerFailed,
+    ResilienceError,
+    RestartError,
+    RestartSignal,
+    StartOver,
+    StateLost,
+)
 from lightning_resilience.events import EventLog
 from lightning_resilience.restart.abort import abort_groups, is_failed_collective
 from lightning_resilience.restart.control import Control, Generation
 from lightning_resilience.restart.events import GaveUp, Incident, Stuck
 from lightning_resilience.restart.fence import Fence
 from lightning_resilience.restart.interrupt import Interrupter
-from lightning_resilience.restart.meeting import Resumption, choose_resumption
+from lightning_resilience.restart.meeting import FromTheStart, Nowhere, Resumption, choose_resumption
 from lightning_resilience.restart.policy import Action, Fault, RestartInProcess, RestartPolicy, exception_fault
-from lightning_resilience.restart.reports import Report, Standing, in_words
+from lightning_resilience.restart.reports import SETTING_UP, Report, Standing, in_words
 from lightning_resilience.restart.timeouts import Section, Timeouts
 from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _GOODBYE_S = 1.0
 
@@ -74,6 +83,22 @@ class Workload(Protocol):
 
     def ready(self) -> bool:
         """Whether `restore` can do the update that was about to begin."""
+        ...
+
+    def built(self) -> bool:
+        """Whether the model of every rank is surely set up."""
+        ...
+
+    def updated(self) -> bool:
+        """Whether parameters may have changed since `fit` began."""
+        ...
+
+    def first_groups(self, *, built: bool) -> Collection[str]:
+        """Names of the process groups that are needed to run `fit` again from its beginning.
+
+        Args:
+            built: As in `FromTheStart`.
+        """
         ...
 
     def stop(self) -> None:
@@ -152,10 +177,17 @@ class RestartEngine:
         """Begin to listen. Main thread."""
         self._interrupter.install()
         self._begin_generation()
+        self._enter_setup()
+
+    def _enter_setup(self) -> None:
+        self._training = False
+        self._heart.enter(Section.SETUP)
+        self._interrupter.arm()
 
     def close(self) -> None:
         """Stop to listen; other ranks are not told."""
         if self._monitor is not None:
+            self._interrupter.disarm()
             with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may have left
                 self._control.generation(self._number).finish()
             self._end_generation()
@@ -169,7 +201,36 @@ class RestartEngine:
         """The number of the generation that runs."""
         return self._number
 
-    # --- the guarded part
+    # --- the guarded part: setting up, then training
+
+    def leave(self) -> None:
+        """What set up, or failed to, was left; until `begin_again` nothing is interrupted.
+
+        Raises:
+            RestartSignal: It came first.
+        """
+        self._interrupter.disarm()
+
+    def recover_setup(self, error: BaseException) -> Incident:
+        """After a fault before training began: meet, and bring everything to where `fit` began. Called when left.
+
+        Raises:
+            BaseException: `error` itself, if it is a verdict, or comes from after training.
+            RestartError: As in `guard`.
+        """
+        if isinstance(error, StartOver):
+            (incident,) = error.args
+            return cast("Incident", incident)
+        if self._training and not isinstance(error, RestartSignal):
+            raise error
+        self._section = self._heart.enter(Section.RESTORE)
+        return self._recover(error)
+
+    def begin_again(self, incident: Incident, fit: Callable[[], _T]) -> _T:
+        """Set up again, from the beginning. Part of what is guarded."""
+        self._enter_setup()
+        self._workload.announce(incident)
+        return fit()
 
     def guard(self, first: Callable[[], None], again: Callable[[], None]) -> None:
         """Run `first`; after each fault that can be recovered from, `again`; until all ranks are through.
@@ -179,14 +240,15 @@ class RestartEngine:
             BaseException: What `first` or `again` raised, if it is not retried or keeps coming back.
         """
         body = first
-        self._training = True
         while True:
-            self._heart.enter(Section.HOOKS)
             error = self._attempt(body)
             if error is None:
                 return
             self._section = self._heart.enter(Section.RESTORE)
-            body = partial(self._announce, self._recover(error), again)
+            incident = self._recover(error)
+            if isinstance(incident.resumption, FromTheStart):
+                raise StartOver(incident)
+            body = partial(self._announce, incident, again)
 
     def _announce(self, incident: Incident, again: Callable[[], None]) -> None:
         """Part of the guarded run: what people do about an incident may fail too."""
@@ -211,7 +273,9 @@ class RestartEngine:
         """Run `body` to the end that all ranks come to together, or return what stopped it."""
         try:
             try:
+                self._training = True
                 self._interrupter.arm()
+                self._heart.enter(Section.HOOKS)
                 body()
                 self._leave_together()
                 self._interrupter.disarm()
@@ -242,7 +306,7 @@ class RestartEngine:
             self._interrupter.forget()
             self._begin_generation()
             try:
-                self._restore(choose_resumption(reports), incident)
+                self._restore(choose_resumption(reports), reports, incident)
             except Exception as another:  # a restart of the restart
                 if isinstance(another, ResilienceError):
                     raise
@@ -258,7 +322,7 @@ class RestartEngine:
         """This rank's own fault, if it has one; failing collectives after an alarm are none."""
         if isinstance(error, RestartSignal) or (self._interrupter.requested and isinstance(error, Exception)):
             return None
-        step, section = self._workload.standing().step, self._section.value
+        step, section = max(0, self._workload.standing().step), self._section.value
         return exception_fault(error, rank=self._control.rank, step=step, section=section, at_s=time.monotonic())
 
     def _meet(self, error: BaseException, incident: Incident) -> list[Report]:
@@ -270,6 +334,8 @@ class RestartEngine:
         alarm = self._monitor.wait_until_aborted(self._patience.abort_s)
         incident.done("unblock")
         self._workload.stop()
+        if self._closed is None:
+            self._closed = ClosedGroups()
         incident.done("reset")
         report = Report(
             rank=self._control.rank,
@@ -277,6 +343,9 @@ class RestartEngine:
             whole=self._workload.whole(),
             ready=self._workload.ready(),
             trained=self._training,
+            built=self._workload.built(),
+            updated=self._workload.updated(),
+            groups=tuple(self._closed.members),
             fault=alarm if alarm.rank == self._control.rank else fault if not is_failed_collective(error) else None,
         )
         try:
@@ -298,16 +367,16 @@ class RestartEngine:
         self._events.write(GaveUp(faults=incident.faults, reason=action.reason))
         log.error("no restart: %s", action.reason)
         self._number += 1
-        self._leave_groups_usable(incident)
+        self._leave_groups_usable(reports, incident)
         is_own = reports[self._control.rank].fault is not None or isinstance(error, ResilienceError)
         if isinstance(error, RestartSignal) or not is_own:
             raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
         raise error
 
-    def _leave_groups_usable(self, incident: Incident) -> None:
+    def _leave_groups_usable(self, reports: Sequence[Report], incident: Incident) -> None:
         """Whoever handles the error may communicate, and train again."""
         try:
-            self._rebuild(incident)
+            self._rebuild(_common_groups(reports, self._closed), incident)
         except RuntimeError as error:  # a rank has left already; the fault itself matters more
             log.warning("the process groups could not be made again: %s", error)
 
@@ -316,18 +385,22 @@ class RestartEngine:
         actions = [self._policy.decide(fault, self._earlier) for fault in faults]
         return next((action for action in actions if not isinstance(action, RestartInProcess)), RestartInProcess())
 
-    def _restore(self, resumption: Resumption, incident: Incident) -> None:
+    def _restore(self, resumption: Resumption, reports: Sequence[Report], incident: Incident) -> None:
         incident.resumption = resumption
-        self._rebuild(incident)
+        groups = _common_groups(reports, self._closed)
+        if isinstance(resumption, Nowhere):
+            raise StateLost(f"{resumption.reason}, and there is no state that fits both. Start the job again.")
+        if isinstance(resumption, FromTheStart):
+            groups = groups & set(self._workload.first_groups(built=resumption.built))
+        self._rebuild(groups, incident)
         self._workload.restore(resumption)
         incident.done("restore")
 
-    def _rebuild(self, incident: Incident) -> None:
-        """Make the process groups again; all ranks do."""
-        if self._closed is None:
-            self._closed = ClosedGroups()
+    def _rebuild(self, names: Collection[str], incident: Incident) -> None:
+        """Make these process groups again; all ranks do."""
+        assert self._closed is not None
         self._group_control = self._control.another()
-        groups = self._closed.make_again(self._group_control.store_for_groups(self._number))
+        groups = self._closed.make_again(self._group_control.store_for_groups(self._number), names)
         self._workload.use_groups(groups)
         self._closed = None
         incident.done("rebuild")
@@ -351,7 +424,7 @@ class RestartEngine:
             self._monitor.close()
 
     def _hang(self, message: str) -> Fault:
-        step, section = self._workload.standing().step, self._heart.beat.section
+        step, section = max(0, self._workload.standing().step), self._heart.beat.section
         return Fault(
             kind="hang",
             rank=self._control.rank,
@@ -384,6 +457,8 @@ class RestartEngine:
         try:
             standings = generation.stand(self._workload.standing(), limit)
             target = max(standing.step for standing in standings)
+            if SETTING_UP in standings:  # nobody updates before all train
+                return
             if all(standing.step == target for standing in standings):
                 return
             with self._advanced:
@@ -405,6 +480,13 @@ class RestartEngine:
         self._events.close()
         sys.stderr.flush()
         os._exit(EXIT_CODE_STUCK)
+
+
+def _common_groups(reports: Sequence[Report], closed: ClosedGroups | None) -> set[str]:
+    """Process groups that all their members have: one may have been interrupted while it made or closed a group."""
+    assert closed is not None
+    members = closed.members.items()
+    return {name for name, ranks in members if all(name in reports[rank].groups for rank in ranks)}
 
 
 def _position() -> str:

@@ -96,7 +96,7 @@ class Incident:
                 return f"goes on after step {standing.step}, nothing is lost"
             case FromRestorePoint(reason=reason):
                 return f"goes back to an older state, as {reason}"
-        return "is set up again"
+        return "begins again, nothing was trained yet"
 
     def tell(self) -> None:
         """One line in the log of rank 0."""

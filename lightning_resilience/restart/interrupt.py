@@ -44,10 +44,14 @@ class Interrupter:
         signal.signal(SIGNAL, self._handler)
 
     def arm(self) -> None:
-        """The guarded part begins."""
-        self._wanted = False
+        """The guarded part begins; or a guarded part within it.
+
+        Raises:
+            RestartSignal: The thread is wanted outside already.
+        """
         self._left.clear()
         self._armed = True
+        self.check()
 
     def disarm(self) -> None:
         """The guarded part is left: from here on nothing is raised."""

@@ -17,7 +17,13 @@ class FromCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class FromTheStart:
-    """No rank had begun to train: set up again."""
+    """Some rank had not begun to train, so none has done an update: run `fit` again from its beginning.
+
+    Attributes:
+        built: Whether the model of every rank is set up already; what it is made of stays.
+    """
+
+    built: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +33,14 @@ class FromRestorePoint:
     reason: str
 
 
-Resumption = FromCommit | FromTheStart | FromRestorePoint
+@dataclass(frozen=True, kw_only=True)
+class Nowhere:
+    """No state fits all ranks; only parameters that ranks update without each other lead here."""
+
+    reason: str
+
+
+Resumption = FromCommit | FromTheStart | FromRestorePoint | Nowhere
 
 
 def choose_resumption(reports: Sequence[Report]) -> Resumption:
@@ -40,11 +53,11 @@ def choose_resumption(reports: Sequence[Report]) -> Resumption:
     Args:
         reports: Of all ranks, in the order of ranks.
     """
-    if not any(report.trained for report in reports):
-        return FromTheStart()
     late = [report.rank for report in reports if not report.trained]
+    if late and any(report.updated for report in reports):
+        return Nowhere(reason=f"rank {late[0]} was still setting up while others had trained")
     if late:
-        return FromRestorePoint(reason=f"rank {late[0]} was still setting up while others trained")
+        return FromTheStart(built=any(report.built for report in reports))
     torn = [report.rank for report in reports if not report.whole]
     if torn:
         return FromRestorePoint(reason=f"the fault struck within an optimizer's update on rank {torn[0]}")

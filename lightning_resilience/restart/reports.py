@@ -32,10 +32,16 @@ def in_words(fault: Fault) -> str:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Standing:
-    """How far a rank's state is: `step` optimizer steps, and `stage` commits since the last one."""
+    """How far a rank's state is: `step` optimizer steps, and `stage` commits since the last one.
+
+    Before training it is `SETTING_UP`.
+    """
 
     step: int
     stage: int
+
+
+SETTING_UP = Standing(step=-1, stage=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,9 @@ class Report:
         whole: False when the fault may have cut an optimizer's update in two.
         ready: Whether gradients of the next update are complete and the update has not begun, so that it can be done.
         trained: Whether it was training, rather than setting up.
+        built: Whether its model is set up, and so that of all ranks.
+        updated: Whether it has done an update since `fit` began.
+        groups: Names of the process groups that it has.
         fault: Its own fault; None if it was only stopped by those of others.
     """
 
@@ -56,6 +65,9 @@ class Report:
     whole: bool = True
     ready: bool = False
     trained: bool = True
+    built: bool = True
+    updated: bool = False
+    groups: tuple[str, ...] = ()
     fault: Fault | None = None
 
     def to_json(self) -> str:
@@ -67,5 +79,5 @@ class Report:
         """The inverse."""
         fields: dict[str, Any] = json.loads(text)
         fault: Mapping[str, Any] | None = fields.pop("fault")
-        standing = Standing(**fields.pop("standing"))
-        return cls(standing=standing, fault=None if fault is None else _fault(fault), **fields)
+        standing, groups = Standing(**fields.pop("standing")), tuple(fields.pop("groups"))
+        return cls(standing=standing, groups=groups, fault=None if fault is None else _fault(fault), **fields)

@@ -31,7 +31,7 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, RestartPolicy
 from lightning_resilience.faults.injector import FaultInjector
-from lightning_resilience.faults.plan import PlannedFault
+from lightning_resilience.faults.plan import Place, PlannedFault
 
 BATCHES, BATCH, WIDTH = 6, 2, 6
 HANG_TIMEOUT_S = 1.5
@@ -166,6 +166,38 @@ class SelfSharded(Net):
         assert self.device_mesh is not None
         for part in (*self.blocks, self):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class Lately(Net):
+    """Makes its layers in hooks: some anew each time, some only once; all with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first, self.blocks[1]
+        self.prepared = 0
+
+    def prepare_data(self) -> None:
+        self.prepared += 1
+        self.pass_by("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.first = nn.Linear(4, WIDTH)
+        torch.rand(3)
+
+    def configure_model(self) -> None:
+        if len(self.blocks) == 1:
+            self.blocks.append(nn.Linear(WIDTH, WIDTH))
+            self.pass_by("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        random.random()
+        self.pass_by("configure_optimizers")
+        return super().configure_optimizers()
+
+    def pass_by(self, place: Place) -> None:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set in a connector
+            if isinstance(callback, FaultInjector):
+                callback.pass_by(self.trainer, place)
 
 
 class Average(L.Callback):

@@ -32,7 +32,7 @@ def results(stem: Stem, folder: Path) -> Results:
         str(folder),
         ranks=2,
         folder=folder,
-        timeout=200,
+        timeout=400,
     )
     return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(2)]
 
@@ -79,6 +79,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 IN_VALIDATION = [fault("hang", "validation", rank=1, step=6), fault("raise", "forward", rank=0, step=7)]
 ACCUMULATED = [fault("raise", "batch_start", rank=1, step=1), fault("raise", "forward", rank=0, step=2)]
 OTHER = {"accumulating": ACCUMULATED, "workers": IN_VALIDATION}
+SETTING_UP = [  # with a barrier between any two
+    fault("raise", "prepare_data", rank=0, step=0),
+    fault("raise", "setup", rank=1, step=0),
+    fault("raise", "configure_model", rank=0, step=0),
+    fault("raise", "configure_optimizers", rank=1, step=0),
+    fault("raise", "sanity_check", rank=1, step=0),
+    fault("raise", "sanity_check_end", rank=0, step=0),
+    fault("raise", "forward", rank=1, step=0),
+    fault("raise", "backward", rank=0, step=3),
+]
 TORN = [fault("raise", "update", rank=1, step=5), fault("hang", "update", rank=0, step=8)]
 SAVING = [fault("raise", "save", rank=0, step=4), fault("hang", "save", rank=1, step=8)]
 
@@ -109,6 +119,7 @@ RUNS = [
     Run("leaving", LEAVING),
     Run("calm again"),
 ]
+RUNS += [Run("lately", model="Lately"), Run("setting_up", SETTING_UP, model="Lately")]
 RUNS += [Run("calm"), Run("exceptions", EXCEPTIONS), Run("hangs", HANGS)] + [
     Run(name + suffix, faults, **options)
     for name, options in VARIANTS.items()
@@ -136,10 +147,22 @@ def merged(rows: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "faults"), [("exceptions", EXCEPTIONS), ("hangs", HANGS)])
-def test_training_goes_on_exactly(results: Results, name: str, faults: list[dict[str, Any]]) -> None:
-    for rank in results:
+def test_training_goes_on_exactly(results: Results, folder: Path, name: str, faults: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(results):
         as_if_nothing_had_happened(rank[name], rank["calm"])
-        assert len(rank[name]["restarts"]) == len(faults)
+        assert len(restarts_of(folder / name, number)) == len(faults)
+
+
+def restarts_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """The events of a rank. Its `on_restart` may have been interrupted by the next fault, if that comes at once."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == "restarted" and event["rank"] == rank]
+
+
+def test_setting_up_begins_again(results: Results) -> None:
+    for rank in results:
+        as_if_nothing_had_happened(rank["setting_up"], rank["lately"])
+        assert len(rank["setting_up"]["restarts"]) == len(SETTING_UP)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -192,9 +215,11 @@ def test_training_works_after_runs_that_failed(results: Results) -> None:
         as_if_nothing_had_happened(rank["calm again"], rank["calm"])
 
 
-def test_both_ranks_tell_the_same_story(results: Results) -> None:
-    assert results[0]["exceptions"]["restarts"] == results[1]["exceptions"]["restarts"]
+def test_both_ranks_tell_the_same_story(results: Results, folder: Path) -> None:
+    assert results[0]["hangs"]["restarts"] == results[1]["hangs"]["restarts"]
     assert "rank 0 at step 0" in results[0]["exceptions"]["restarts"][0]
+    mine, other = ([event["faults"] for event in restarts_of(folder / "exceptions", rank)] for rank in range(2))
+    assert mine == other
 
 
 @pytest.mark.usefixtures("results")

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_resilience import _lightning, _torch, _torch_groups
+from lightning_resilience.sharding.blueprint import Blueprint
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def mesh(world: dist.ProcessGroup) -> DeviceMesh:
 
 
 def remake() -> dict[dist.ProcessGroup, dist.ProcessGroup]:
-    return _torch_groups.ClosedGroups().make_again(HashStore())
+    return _torch_groups.ClosedGroups().make_again(HashStore(), _torch_groups.live_names())
 
 
 def test_groups_are_made_again_under_their_names(world: dist.ProcessGroup) -> None:
@@ -54,6 +55,43 @@ def test_groups_are_made_again_under_their_names(world: dist.ProcessGroup) -> No
     assert dist.get_process_group_ranks(new[mine]) == [0]
     dist.all_reduce(torch.ones(1), group=new[mine])
     assert dist.new_group([0]).group_name not in names
+
+
+def test_groups_that_are_not_wanted_are_closed(world: dist.ProcessGroup) -> None:
+    dist.new_group([0], backend="gloo")
+    assert list(_torch_groups.ClosedGroups().make_again(HashStore(), [])) == [world]
+    assert len(_torch_groups.live_groups()) == 1
+
+
+def test_a_blueprint_undoes_sharding(mesh: DeviceMesh) -> None:
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.Linear(2, 1))
+    weight, values = first.weight, first.weight.detach().clone()
+    blueprint = Blueprint(model, with_memory=True)
+    for _ in range(2):
+        model.append(nn.Linear(1, 1))
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]  # torch
+        fully_shard(model, mesh=mesh)
+        assert first.weight is not weight
+        blueprint.put_back()
+        assert type(model) is nn.Sequential
+        assert list(model) == [first, model[1]]
+        assert first.weight is weight
+        assert torch.equal(weight, values)
+        assert _torch.gradient_hooks(weight) is None
+        assert not _torch.is_composed(model)
+
+
+def test_a_blueprint_of_a_sharded_model_keeps_it_sharded(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
+    assert isinstance(model, nn.Sequential)
+    sharded = model[0].weight
+    blueprint = Blueprint(model, with_memory=False)
+    model[0] = nn.Linear(2, 2)
+    blueprint.put_back()
+    assert model[0].weight is sharded
+    assert isinstance(model, FSDPModule)
+    model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_mesh_finds_its_new_group(world: dist.ProcessGroup, mesh: DeviceMesh) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_resilience.restart.abort import abort_backends, is_failed_collect
 from lightning_resilience.restart.control import Generation
 from lightning_resilience.restart.fence import Fence
 from lightning_resilience.restart.interrupt import SIGNAL, Interrupter
-from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, FromTheStart, choose_resumption
+from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, FromTheStart, Nowhere, choose_resumption
 from lightning_resilience.restart.policy import Fault
 from lightning_resilience.restart.reports import Report, Standing, fault_from_json, fault_to_json
 from lightning_resilience.restart.timeouts import LearnedTimeouts, Section, Timeouts, hang_seconds
@@ -51,8 +52,15 @@ def test_an_update_cut_in_two_needs_an_older_state() -> None:
     assert chosen == FromRestorePoint(reason="the fault struck within an optimizer's update on rank 1")
 
 
-def test_before_training_everything_starts_again() -> None:
-    assert choose_resumption([report(0, 0, trained=False), report(1, 0, trained=False)]) == FromTheStart()
+def test_before_all_train_everything_starts_again() -> None:
+    early, built = report(0, -1, trained=False, built=False), report(1, -1, trained=False)
+    assert choose_resumption([early, replace(early, rank=1)]) == FromTheStart(built=False)
+    assert choose_resumption([early, built]) == FromTheStart(built=True)
+    assert choose_resumption([built, report(1, 0, 1)]) == FromTheStart(built=True)
+
+
+def test_nothing_fits_a_rank_that_sets_up_and_one_that_has_trained() -> None:
+    assert isinstance(choose_resumption([report(0, -1, trained=False), report(1, 1, updated=True)]), Nowhere)
 
 
 # --- what ranks tell each other ------------------------------------------------------------------------------
@@ -61,7 +69,7 @@ def test_before_training_everything_starts_again() -> None:
 def test_reports_survive_the_store() -> None:
     fault = Fault(kind="exception", rank=1, step=3, types=("builtins.ValueError",), message="x", where="here")
     assert fault_from_json(fault_to_json(fault)) == fault
-    for one in (report(1, 3, 2, fault=fault, whole=False), report(0, 0)):
+    for one in (report(1, 3, 2, fault=fault, whole=False, groups=("0", "1")), report(0, 0)):
         assert Report.from_json(one.to_json()) == one
 
 
