@@ -245,7 +245,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._in_fit, self._no_saves = False, ""
         failure: SaveError | None = None
         try:
-            self._close(_PATIENCE_ON_ERROR_S if handling else None)
+            self._close(_PATIENCE_ON_ERROR_S if handling else None, to_heir=handling and self.snapshots is not None)
         except SaveError as error:
             failure = error
         self._settle(alone=handling)
@@ -313,6 +313,18 @@ class AsyncCheckpointIO(CheckpointIO):
         self._say_advice(step)
         self._retain(target)
         self._finish_outside_fit()
+
+    def rescue_snapshots(self, directory: Place) -> None:
+        """Training begins: what the writer does with snapshots should this process end before it is told to leave.
+
+        Args:
+            directory: Where the run's checkpoints are.
+        """
+        assert self.snapshots is not None
+        assert self.snapshots.run is not None
+        self._started().rescue(
+            self.snapshots.run, self.snapshots.shm_dir, directory.path, self.options_for(directory.path)
+        )
 
     # --- what the keeper of ModelCheckpoint's books calls ------------------------------------------------------
 
@@ -499,12 +511,12 @@ class AsyncCheckpointIO(CheckpointIO):
         if not self._in_fit:
             self._close(None)
 
-    def _close(self, patience_s: float | None) -> None:
+    def _close(self, patience_s: float | None, *, to_heir: bool = False) -> None:
         engine, self._engine = self._engine, None
         if engine is None:
             return
         try:
-            engine.close(patience_s)
+            engine.close(patience_s, to_heir=to_heir)
         finally:
             self._history.extend(engine.history)
             self._untold += engine.take_verdicts() + engine.take_news()

@@ -24,6 +24,7 @@ from lightning_resilience._torch_groups import Groups
 from lightning_resilience.beginning import Beginning
 from lightning_resilience.checkpoint.exchange import GroupExchange
 from lightning_resilience.checkpoint.snapshots.choice import newest_common
+from lightning_resilience.checkpoint.snapshots.stored import newest_stored
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import installed_loop
 from lightning_resilience.data.commits import Commits
@@ -40,7 +41,7 @@ from lightning_resilience.restart.policy import RestartPolicy
 from lightning_resilience.restart.reports import SETTING_UP, Standing
 from lightning_resilience.restart.timeouts import Section, Timeouts, hang_seconds
 from lightning_resilience.restart.watchdog import Heart
-from lightning_resilience.strategy_snapshots import SnapshottingStrategy, newest_stored
+from lightning_resilience.strategy_snapshots import SnapshottingStrategy
 
 log = logging.getLogger(__name__)
 

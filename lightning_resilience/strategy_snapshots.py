@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_resilience import _lightning
-from lightning_resilience.checkpoint.candidates import META, find, was_asked_for
+from lightning_resilience.checkpoint.candidates import META, brought_up_to_date, was_asked_for
 from lightning_resilience.checkpoint.envelope import archive
-from lightning_resilience.checkpoint.snapshots.choice import Request, Stored
-from lightning_resilience.checkpoint.snapshots.engine import RANK_STATE, Snapshots
+from lightning_resilience.checkpoint.snapshots.choice import Request
+from lightning_resilience.checkpoint.snapshots.contents import RANK_STATE
+from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.snapshots.points import State
 from lightning_resilience.checkpoint.snapshots.run import forget_run
 from lightning_resilience.checkpoint.snapshots.start import begin_run
+from lightning_resilience.checkpoint.snapshots.stored import newest_stored
 from lightning_resilience.checkpoint.state import clean_name
 from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
@@ -48,10 +50,12 @@ class SnapshottingStrategy(CheckpointingStrategy):
     @override
     def _agreed_resume_path(self, path: str | None) -> str | None:
         """The checkpoint to load; the name of a snapshot if that is newer."""
-        path = super()._agreed_resume_path(path)
         plugin = self.checkpoint_io
         if self._trainer.state.fn != TrainerFn.FITTING or not isinstance(plugin, AsyncCheckpointIO):
-            return path
+            return super()._agreed_resume_path(path)
+        if self.is_global_zero:
+            path = brought_up_to_date(path, self._run_directory(plugin))
+        path = super()._agreed_resume_path(path)
         directory = self._run_directory(plugin)
         if plugin.snapshots is None:
             self._together(lambda: forget_run(directory) if self.is_global_zero else None, SaveError)
@@ -107,8 +111,15 @@ class SnapshottingStrategy(CheckpointingStrategy):
         self._snapshots_prepared = False
         if self._snapshots is not None:
             self._snapshots.begin(self._trainer.global_step)
+            self._name_heir()
             listen(self._trainer, self)
             self._listening = True
+
+    def _name_heir(self) -> None:
+        """Should this process end without a word, its writer makes a checkpoint of the newest snapshot."""
+        if self._trainer.checkpoint_callbacks:
+            plugin, _ = self._plugin_with_snapshots()
+            plugin.rescue_snapshots(self._run_directory(plugin))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -205,12 +216,3 @@ class SnapshottingStrategy(CheckpointingStrategy):
                 self._listening = False
             if self._snapshots is not None:
                 self._snapshots.close(keep)
-
-
-def newest_stored(directory: Place) -> Stored | None:
-    """The newest checkpoint in the run's directory that can be whole."""
-    for candidate in find(directory):
-        if not candidate.fault:
-            step = candidate.proof.step if candidate.proof else None
-            return Stored(candidate.place.resolved().path, step, candidate.created_ns)
-    return None

@@ -27,6 +27,7 @@ from lightning_resilience.checkpoint.storage.protocol import GivenUp
 from lightning_resilience.errors import DamagedCheckpointError
 
 INCOMPLETE = ".incomplete"
+RESCUE = "rescue-"  # begins the names of attempts that no rank has asked for, see snapshots.rescue
 FOLDER = "attempt-"  # inside a checkpoint on a storage that cannot rename directories
 _OWNER = "rank_{}.owner"
 _FAILED = "rank_{}.failed"
@@ -181,10 +182,26 @@ def attempt_of(request: Save) -> Attempt:
     return Attempt(place_for(request.path, request.storage_options), request.attempt)
 
 
-def live_attempts(directory: Place, now: float) -> list[Place]:
-    """Attempts in ``directory`` that a writer is still working on, as far as can be seen from this host."""
+def live_attempts(directory: Place, now: float, *, rescues_here: bool = True) -> list[Place]:
+    """Attempts in ``directory`` that a writer is still working on, as far as can be seen from this host.
+
+    Args:
+        directory: Where checkpoints are committed.
+        now: Wall-clock time in seconds, to compare with file times.
+        rescues_here: Also rescues of snapshots that are in the memory of this host, where they are at hand.
+    """
     found = [(directory / entry.name, entry) for entry in directory.entries() if entry.name.endswith(INCOMPLETE)]
-    return [place for place, entry in found if is_alive(place, entry, now, _QUIET_S)]
+    return [
+        place
+        for place, entry in found
+        if (rescues_here or not _is_rescue_here(place)) and is_alive(place, entry, now, _QUIET_S)
+    ]
+
+
+def _is_rescue_here(scaffolding: Place) -> bool:
+    if f".{RESCUE}" not in scaffolding.name:
+        return False
+    return any(owner["host"] in ("", socket.gethostname()) for owner in _owners(scaffolding))
 
 
 def sweep(directory: Place, now: float, before: float) -> None:

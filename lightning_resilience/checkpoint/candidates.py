@@ -86,9 +86,12 @@ def newest_checkpoint(
     directory = place_for(dirpath, storage_options)
     if directory.is_file():
         raise ConfigurationError(f"newest_checkpoint({str(dirpath)!r}): that is a file, not a directory of checkpoints")
-    _asked.add(directory.resolved().path)
     newest = newest_in(directory, wait_s=wait_s)
-    return None if newest is None else newest.path
+    answer = None if newest is None else newest.path
+    key = directory.resolved().path
+    _asked.add(key)
+    _answers[key] = directory, answer
+    return answer
 
 
 def newest_in(
@@ -118,11 +121,36 @@ def newest_in(
 _asked: set[str] = set()
 """Directories whose newest state somebody in this process wants to go on from."""
 
+_answers: dict[str, tuple[Place, str | None]] = {}
+"""What they were told, until a ``fit`` makes use of it."""
+
+
+def brought_up_to_date(path: str | None, directory: Place) -> str | None:
+    """What :func:`newest_checkpoint` would say now, if ``path`` is what it has said; good for one ``fit``.
+
+    A writer that has outlived the process before this one may have committed another checkpoint since.
+
+    Args:
+        path: What ``fit`` shall resume from.
+        directory: Of the run.
+    """
+    real = directory.resolved().path
+    for key, (place, answer) in list(_answers.items()):
+        if path == answer and (path is not None or _is_in(real, key)):
+            del _answers[key]
+            newest = next((one for one in find(place) if not one.fault), None)
+            return path if newest is None else newest.path
+    return path
+
 
 def was_asked_for(directory: Place) -> bool:
     """Whether :func:`newest_checkpoint` was called in this process for ``directory``, or for one that holds it."""
     path = directory.resolved().path
-    return any(path == asked or path.startswith(f"{asked.rstrip('/')}/") for asked in _asked)
+    return any(_is_in(path, asked) for asked in _asked)
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(f"{directory.rstrip('/')}/")
 
 
 def find(directory: Place, enter: Callable[[str], bool] = lambda name: True) -> list[Candidate]:
@@ -248,7 +276,7 @@ def _may_be_checkpoint(place: Place, entry: Entry) -> bool:
 def _wait_for_writers(directory: Place, wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     deadline = time.monotonic() + wait_s
     said = False
-    while (attempts := live_attempts(directory, time.time())) and time.monotonic() < deadline:
+    while (attempts := live_attempts(directory, time.time(), rescues_here=False)) and time.monotonic() < deadline:
         if not said:
             log.info("waiting for the writer that is still finishing %s", attempts[0])
             said = True

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from lightning_resilience._torch import is_dense, tensors_in
-from lightning_resilience.checkpoint import staging
+from lightning_resilience.checkpoint import heirs, staging
 from lightning_resilience.checkpoint.admission import Admission, Wish, admit
 from lightning_resilience.checkpoint.attempts import folder_of
 from lightning_resilience.checkpoint.backpressure import Action, OnBusy
@@ -33,10 +33,11 @@ from lightning_resilience.checkpoint.envelope import without_crc
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.history import History, SaveReport, Verdict
 from lightning_resilience.checkpoint.layout import Leaf, flatten, signature
-from lightning_resilience.checkpoint.messages import Done, FileImage, Link, Remove, Retain, Save
+from lightning_resilience.checkpoint.messages import Done, FileImage, Link, Remove, Rescue, Retain, Save
 from lightning_resilience.checkpoint.plans import Plans
 from lightning_resilience.checkpoint.retention import KeepEvery, KeepLatest, encode_policies
 from lightning_resilience.checkpoint.slots import SLACK, Slots
+from lightning_resilience.checkpoint.snapshots.run import Run
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.values import archived
 from lightning_resilience.checkpoint.writer import WriterClient, nobody
@@ -112,6 +113,7 @@ class CheckpointEngine:
         self._held: dict[str, int] = {}
         self._last_save = 0
         self._next_id = 0
+        self._rescued_run: str | None = None
         self._pid = os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -325,12 +327,38 @@ class CheckpointEngine:
         """Wait until all saves (or those to ``path``) are durable or failed; False when time ran out."""
         return self._writer.wait_idle(timeout_s, path)
 
-    def close(self, patience_s: float | None = None) -> None:
+    def rescue(self, run: Run, shm_dir: str, directory: str, storage_options: Mapping[str, Any] | None) -> None:
+        """What the writer does with this rank's snapshots should this process end before :meth:`close`.
+
+        Args:
+            run: Whose snapshots they are.
+            shm_dir: Where they are.
+            directory: Where the run's checkpoints are.
+            storage_options: For the file system of a URL.
+        """
+        heirs.call_off(run.id)
+        self._rescued_run = run.id
+        self._writer.rescue(
+            Rescue(
+                directory=directory,
+                shm_dir=shm_dir,
+                run=run.id,
+                start=run.start,
+                base_ns=run.base_ns,
+                rank=self._exchange.rank,
+                world_size=self._exchange.world_size,
+                deadline_s=self._options.deadline_s,
+                storage_options=storage_options,
+            )
+        )
+
+    def close(self, patience_s: float | None = None, *, to_heir: bool = False) -> None:
         """Finish what is pending and give everything back.
 
         Args:
             patience_s: How long to wait; by default as long as a save may take. What is not finished then is left
                 to the writer, which goes on without us.
+            to_heir: Training has not ended well: the writer stays until this process ends, for :meth:`rescue`.
 
         Raises:
             SaveError: The last save failed, or what is pending did not become durable in time.
@@ -341,7 +369,7 @@ class CheckpointEngine:
         patience_s = self._options.deadline_s if patience_s is None else patience_s
         finished = False
         try:
-            finished = self._writer.close(patience_s)
+            finished = self._finish(patience_s, to_heir)
         finally:  # a signal handler may raise here
             self._slots.close(keep_file=not finished)
         if not finished:
@@ -352,6 +380,14 @@ class CheckpointEngine:
         ended = [report for report in self.history if report.outcome in ("saved", "failed")]
         if ended and ended[-1].error:
             raise SaveError(f"the last checkpoint, {ended[-1].path}, was not saved: {ended[-1].error}")
+
+    def _finish(self, patience_s: float, to_heir: bool) -> bool:
+        """Whether everything was done in time."""
+        if not to_heir or self._rescued_run is None or not self._writer.wait_idle(patience_s):
+            return self._writer.close(patience_s)
+        self._writer.detach()
+        heirs.leave(self._rescued_run, self._writer)
+        return True
 
     def _close_at_exit(self) -> None:
         """The interpreter ends and nobody has closed us: in a container what is pending would be killed with it."""

@@ -42,7 +42,7 @@ class Attach(Message):
     """To the writer: use this arena from now on.
 
     Attributes:
-        arena: Path of its file.
+        arena: Path of its file; empty for none.
         run_started: When the rank began to save, in seconds since the epoch.
     """
 
@@ -176,6 +176,36 @@ class Link(Message):
 
 
 @dataclass(frozen=True)
+class Rescue(Message):
+    """To the writer: when the rank is gone, make a checkpoint of its newest snapshot, together with the other writers.
+
+    Replaces an earlier one. Not after :class:`Stop`: then training has ended well.
+
+    Attributes:
+        directory: Where the run's checkpoints are.
+        shm_dir: Where its snapshots are.
+        run: Which run they belong to.
+        start: Which start of it this is; a later one puts an end to the rescue.
+        base_ns: Commit time of the newest checkpoint that was there at this start; see ``choice.is_newer``.
+        rank: Whose snapshots.
+        world_size: How many ranks' snapshots make a checkpoint.
+        deadline_s: How long writing may take, in seconds.
+        storage_options: For the file system of a directory that is a URL. May hold credentials: never shown.
+    """
+
+    kind: ClassVar[str] = "rescue"
+    directory: str
+    shm_dir: str
+    run: str
+    start: int
+    base_ns: int
+    rank: int
+    world_size: int
+    deadline_s: float
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class Stop(Message):
     """To the writer: leave when all is done."""
 
@@ -208,7 +238,7 @@ class Done(Message):
 
 Request = Save | Remove | Link | Retain
 
-_ALL = (Attach, Save, Begin, Drop, Remove, Release, Retain, Link, Stop, Written, Done)
+_ALL = (Attach, Save, Begin, Drop, Remove, Release, Retain, Link, Rescue, Stop, Written, Done)
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in _ALL}
 
 

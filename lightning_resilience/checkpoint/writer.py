@@ -33,6 +33,7 @@ from lightning_resilience.checkpoint.messages import (
     Release,
     Remove,
     Request,
+    Rescue,
     Save,
     Stop,
     Written,
@@ -100,6 +101,7 @@ class WriterClient:
         self._emit = emit
         self._state = _State()
         self._arena: str | None = None
+        self._rescue: Rescue | None = None
         self._restarts = 0
         self._born = time.time()
         self._unsent = bytearray()
@@ -120,6 +122,16 @@ class WriterClient:
         with self._state.changed:
             self._arena = arena
             self._send(Attach(arena, self._born))
+
+    def detach(self) -> None:
+        """There is no arena any more; only when nothing is unfinished."""
+        self.attach("")
+
+    def rescue(self, order: Rescue) -> None:
+        """What to do with snapshots should this process end without :meth:`close`."""
+        with self._state.changed:
+            self._rescue = order
+            self._send(order)
 
     def submit(self, message: Request, on_done: Callable[[Done], None]) -> None:
         """Ask for it and return at once.
@@ -460,6 +472,8 @@ class WriterClient:
         self._spawn()
         if self._arena is not None:
             self._send(Attach(self._arena, self._born))
+        if self._rescue is not None:
+            self._send(self._rescue)
         for save in lost:
             self._send(replace(save, abandoned=_too_late(save)))
         for number, request in self._state.requests.items():

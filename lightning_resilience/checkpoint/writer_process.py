@@ -2,7 +2,8 @@
 
 Started as ``python -m lightning_resilience.checkpoint.writer_process SOCKET PIDFD``: inherited descriptors of the
 connection to its rank and of the rank itself. It imports neither torch nor the user's script, has no process group and
-no device context. It lives as long as its rank, and when the rank dies it finishes what was staged and leaves.
+no device context. It lives as long as its rank, and when the rank dies it finishes what was staged, makes a checkpoint
+of the newest snapshot if there are snapshots, and leaves.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lightning_resilience.checkpoint.messages import (
     Link,
     Message,
     Remove,
+    Rescue,
     Retain,
     Save,
     Stop,
@@ -67,6 +69,7 @@ class Writer:
         self._commits: deque[Commit] = deque()
         self._writing: Save | None = None
         self._arena: Arena | None = None
+        self._rescue: Rescue | None = None
         self._stopping = False
         self._run_started = 0.0
         self._swept: set[str] = set()
@@ -83,9 +86,12 @@ class Writer:
             for request, committed in self._queue.take_ready(alone=self._stopping or self._rank.closed):
                 self._follow(request, committed)
         if self._arena is not None:
-            self._arena.close()
+            path = self._arena.path
+            self._detach()
             if self._rank.closed:
-                Path(self._arena.path).unlink(missing_ok=True)  # its owner died and cannot do it
+                Path(path).unlink(missing_ok=True)  # its owner died and cannot do it
+        if self._rescue is not None and not self._stopping:
+            self._write_snapshot(self._rescue)
 
     @property
     def arena(self) -> str | None:
@@ -110,6 +116,8 @@ class Writer:
         if isinstance(message, Attach):
             self._attach(message.arena)
             self._run_started = message.run_started
+        elif isinstance(message, Rescue):
+            self._rescue = message
         elif isinstance(message, Stop):
             self._stopping = True
         elif isinstance(message, Save) and message.abandoned:
@@ -118,9 +126,14 @@ class Writer:
             self._queue.take(message)
 
     def _attach(self, path: str) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = Arena(path)
+        self._detach()
+        if path:
+            self._arena = Arena(path)
+
+    def _detach(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
 
     def _save(self, request: Save) -> None:
         self._writing, began = request, time.monotonic()
@@ -204,6 +217,18 @@ class Writer:
         else:
             self._finish(pending.request, "")
         return True
+
+    def _write_snapshot(self, order: Rescue) -> None:
+        """The rank is gone, and nobody has said that training has ended well."""
+        from lightning_resilience.checkpoint.snapshots.rescue import rescue  # torch: seconds, and nobody waits any more
+
+        try:
+            path = rescue(order, self._clock)
+        except (CheckpointError, OSError) as error:
+            say(f"the newest snapshot of rank {order.rank} was not written to {order.directory}: {explain(error)}")
+            return
+        if path:
+            say(f"the newest snapshot of the run was written to {path}")
 
     def _finish(self, request: Save, error: str) -> None:
         self._writing = None

@@ -18,7 +18,8 @@ from lightning_resilience.checkpoint.candidates import META
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.restore import Target
 from lightning_resilience.checkpoint.snapshots.choice import Request
-from lightning_resilience.checkpoint.snapshots.engine import RANK_STATE, Snapshots
+from lightning_resilience.checkpoint.snapshots.contents import RANK_STATE
+from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.snapshots.points import State
 from lightning_resilience.checkpoint.snapshots.start import begin_run
 from lightning_resilience.checkpoint.state import model_state

@@ -147,3 +147,38 @@ def test_two_thousand_tensors_under_a_limit_of_256_descriptors(folder: Path) -> 
     done = run(folder, code)
     assert done.returncode == 0, done.stderr
     assert saved(folder) == ["1.ckpt", "2.ckpt"]
+
+
+SNAPSHOTS = """
+from lightning_resilience.checkpoint.envelope import archive
+from lightning_resilience.checkpoint.snapshots.choice import Request
+from lightning_resilience.checkpoint.snapshots.engine import Snapshots
+from lightning_resilience.checkpoint.snapshots.points import State
+from lightning_resilience.checkpoint.snapshots.start import begin_run
+from lightning_resilience.checkpoint.storage import place_for
+snapshots = Snapshots(folder + "/shm", 1)
+begin_run(snapshots, place_for(folder), Request(None, asked=True), lambda: None)
+engine.rescue(snapshots.run, folder + "/shm", folder, None)
+save(1)
+small = archive({"global_step": 7})
+state = State({"state_dict": {"w": torch.full((50,), 7.0)}}, set(), {"meta.pt": small, "rank.pt": small})
+snapshots.take(7, lambda: state)
+print(engine.writer_pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "rescued"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", True),
+        ("engine.close(60.0, to_heir=True)\nsnapshots.close(keep=True)\nassert folder", True),  # an exception in fit
+        ("engine.close()\nsnapshots.close(keep=True)", False),  # all is well
+    ],
+)
+def test_a_snapshot_becomes_a_checkpoint_unless_training_has_ended_well(folder: Path, end: str, rescued: bool) -> None:
+    done = run(folder, SNAPSHOTS + end)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert saved(folder) == (["1.ckpt", "rescued-step=7.ckpt"] if rescued else ["1.ckpt"]), (folder / "err").read_text()
+    assert len(os.listdir(folder / "shm")) == 1, "the snapshot itself, for a successor"

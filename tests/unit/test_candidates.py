@@ -233,7 +233,7 @@ def test_a_writer_that_is_still_busy_is_waited_for(
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_resilience")
     answers = [[place_for(tmp_path / ".x.incomplete")]] * 2 + [[]]
-    monkeypatch.setattr(candidates, "live_attempts", lambda directory, now: answers.pop(0))
+    monkeypatch.setattr(candidates, "live_attempts", lambda directory, now, **_: answers.pop(0))
     slept: list[float] = []
     candidates._wait_for_writers(place_for(tmp_path), 10.0, slept.append)
     assert len(slept) == 2

@@ -20,8 +20,9 @@ from lightning_resilience.checkpoint.restore import Target
 from lightning_resilience.checkpoint.snapshots import file as snapshot_file
 from lightning_resilience.checkpoint.snapshots import leftovers
 from lightning_resilience.checkpoint.snapshots.choice import Request, Stored
+from lightning_resilience.checkpoint.snapshots.contents import RANK_STATE
 from lightning_resilience.checkpoint.snapshots.copies import Copies
-from lightning_resilience.checkpoint.snapshots.engine import RANK_STATE, Snapshots
+from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.snapshots.points import State
 from lightning_resilience.checkpoint.snapshots.run import RUN_FILE, Run, read_run
 from lightning_resilience.checkpoint.snapshots.start import begin_run

@@ -27,6 +27,7 @@ from lightning_resilience.checkpoint.values import archived
 from lightning_resilience.errors import MismatchedCheckpointError
 
 INDEX, VALUES = "index", "values"
+RANK_STATE = "rank.pt"
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,13 @@ class SnapshotReader:
         return self._slot.memory[start : start + size].view(dtype).view(chunk.shape)
 
 
+def value_places(data: bytes) -> list[tuple[str, Path, int, int]]:
+    """Name, path, start and length of each archive in the part :data:`VALUES`."""
+    body = 8 + int.from_bytes(data[:8], "little")
+    return [(name, tuple(way), body + start, size) for name, way, start, size in json.loads(data[8:body])]
+
+
 def _unpack(data: bytes) -> tuple[dict[str, bytes], dict[str, Path]]:
-    length = int.from_bytes(data[:8], "little")
-    places, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    values = {name: body[start : start + size] for name, _, start, size in places}
-    return values, {name: tuple(way) for name, way, _, _ in places}
+    places = value_places(data)
+    values = {name: data[start : start + size] for name, _, start, size in places}
+    return values, {name: way for name, way, _, _ in places}

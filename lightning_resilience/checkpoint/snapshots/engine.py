@@ -28,7 +28,7 @@ from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.layout import ShardLayout, flatten, plan_own, signature
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import Target, restore_pieces
-from lightning_resilience.checkpoint.snapshots.contents import INDEX, Small, SnapshotReader, pack
+from lightning_resilience.checkpoint.snapshots.contents import INDEX, RANK_STATE, Small, SnapshotReader, pack
 from lightning_resilience.checkpoint.snapshots.copies import Copies, Pair
 from lightning_resilience.checkpoint.snapshots.file import Snapshot, SnapshotFile, create, take_over
 from lightning_resilience.checkpoint.snapshots.pace import Measured, Pace
@@ -40,7 +40,6 @@ from lightning_resilience.errors import LoadError
 
 log = logging.getLogger(__name__)
 
-RANK_STATE = "rank.pt"
 _ROOM = 1 << 20  # in a slot, for small parts that grow
 _SPARE = 16 << 20  # a file that was taken over may be bigger by so much
 
@@ -98,6 +97,11 @@ class Snapshots:
             self._file.void(kept=step)
             if step is not None:
                 self._file.stamp(step, start)
+
+    @property
+    def run(self) -> Run | None:
+        """The run that training is part of; None before it begins."""
+        return self._run
 
     # --- restore points ----------------------------------------------------------------------------------------
 

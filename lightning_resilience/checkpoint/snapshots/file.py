@@ -83,6 +83,11 @@ class SnapshotFile:
         ]
         leftovers.ours.add(path)
 
+    @property
+    def fd(self) -> int:
+        """The open file."""
+        return self._memory.fd
+
     def snapshots(self) -> list[tuple[Slot, Snapshot]]:
         """The complete ones, newest first."""
         found = [(slot, self.read(index)) for index, slot in enumerate(self.slots)]
@@ -210,12 +215,29 @@ def take_over(directory: str, run: str, rank: int) -> SnapshotFile | None:
     return taken[0] if taken else None
 
 
+def open_shared(path: Path) -> SnapshotFile | None:
+    """Look at a file without owning it: who does may take it away at any time, and changes a header before a slot."""
+    fd = leftovers.open_private(path)
+    if fd is None:
+        return None
+    size = os.fstat(fd).st_size
+    if _is_complete(size):
+        return SnapshotFile(str(path), fd, size)
+    os.close(fd)
+    return None
+
+
+def _is_complete(size: int) -> bool:
+    """Whether the owner of a file of this size had finished making it."""
+    return size >= SLOTS * (_HEADER + mmap.PAGESIZE) and size % (SLOTS * mmap.PAGESIZE) == 0
+
+
 def _open(path: Path) -> SnapshotFile | None:
     fd = leftovers.lock(path)
     if fd is None:
         return None
     size = os.fstat(fd).st_size
-    if size < SLOTS * (_HEADER + mmap.PAGESIZE) or size % (SLOTS * mmap.PAGESIZE):  # its owner died while making it
+    if not _is_complete(size):
         path.unlink(missing_ok=True)
         os.close(fd)
         return None

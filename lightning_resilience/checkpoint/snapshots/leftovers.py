@@ -58,19 +58,29 @@ def _free(directory: str) -> int:
 
 def lock(path: Path) -> int | None:
     """A descriptor of the file with its locks; None if it is somebody's, or not a file of ours at all."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # another user's, a link, or gone by now
+    fd = open_private(path)
+    if fd is None:
         return None
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        info = os.fstat(fd)
-        private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & _FOREIGN_BITS
-        if private and info.st_nlink == 1:  # with no name left somebody was faster
+        if os.fstat(fd).st_nlink == 1:  # with no name left somebody was faster
             return fd
     except OSError:  # its owner is alive
         pass
+    os.close(fd)
+    return None
+
+
+def open_private(path: Path) -> int | None:
+    """A descriptor of the file, without locks; None if it is gone, or not a file of ours at all."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # another user's, a link, or gone by now
+        return None
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & _FOREIGN_BITS:
+        return fd
     os.close(fd)
     return None
 
