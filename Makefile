@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check unit integration docs clean
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): torch and all else. Minutes, once; pip is quiet until it is done."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)

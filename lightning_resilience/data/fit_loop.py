@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
@@ -129,12 +130,15 @@ class ResumableFitLoop(FitLoop):
     def run(self) -> None:
         """Train until done, from the loaded position if there is one."""
         self.setup_data()
+        resumes = self._loaded_from_state_dict
         if self._data_fetcher is not None:
             if self._loaded_from_state_dict:
                 self._begin_resume()
             elif not self._iterators_open:
                 self.open_epoch()
         if self.skip:
+            if resumes and (limit := self._limit_reached()):
+                rank_zero_info(f"The run had already reached {limit} where it is resumed: nothing to do.")
             return
         self._commit_here(entered=False)
         try:
@@ -142,6 +146,13 @@ class ResumableFitLoop(FitLoop):
         finally:
             self.resume = self._stashed = None
             self._advancing = False
+
+    def _limit_reached(self) -> str:
+        """Which of the trainer's limits the run has reached; empty if none."""
+        if 0 <= self.epoch_loop.max_steps <= self.epoch_loop.global_step:
+            return f"max_steps={self.epoch_loop.max_steps}"
+        epochs = -1 if self.max_epochs is None else self.max_epochs
+        return f"max_epochs={epochs}" if 0 <= epochs <= current(self.epoch_progress).processed else ""
 
     def _start(self) -> None:
         self.reset()

@@ -108,7 +108,9 @@ def test_a_missing_file_shows_in_the_list_and_a_flipped_byte_when_all_is_read(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(runs / "step=20.ckpt" / "__0_0.distcp")
-    assert run(capsys, "list", runs)[0] == 0
+    code, text = run(capsys, "list", runs)
+    assert (code, text.count("committed")) == (0, 3)
+    assert "not contents: `verify` reads every byte" in text
     code, text = run(capsys, "verify", runs)
     assert code == 1
     assert f"{runs}/step=20.ckpt/__0_0.distcp does not hold what was written" in text

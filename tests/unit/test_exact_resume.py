@@ -276,6 +276,25 @@ def test_longer_run_goes_on_in_the_epoch_that_max_steps_cut_short(loader: str, h
     assert resumed.model.losses == whole.model.losses[9:]
 
 
+@pytest.mark.parametrize("limit", ["max_steps", "max_epochs"])
+def test_a_run_that_had_ended_says_that_there_is_nothing_to_do(
+    limit: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "The run had already reached {} where it is resumed: nothing to do."
+    save, loader = SaveAt(tmp_path / "a.ckpt", "on_train_end", lambda trainer: True), LOADERS["sequential"]
+    options: dict[str, Any] = {"max_steps": 9} if limit == "max_steps" else {"max_epochs": 2}
+    with caplog.at_level(logging.INFO):
+        fit(loader(), callbacks=[save], **options)
+        assert "nothing to do" not in caplog.text
+        resumed = fit(loader(), seed=99, ckpt_path=save.path, **options)
+    assert resumed.model.losses == []
+    assert told.format(f"{limit}={options[limit]}") in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert fit(loader(), seed=99, ckpt_path=save.path, max_epochs=4).model.losses
+    assert "nothing to do" not in caplog.text
+
+
 @pytest.mark.parametrize("point", ["mid_epoch", "last_batch", "epoch_end"])
 def test_checkpoint_without_rank_state_keeps_the_position(
     point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
