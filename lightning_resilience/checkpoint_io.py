@@ -322,6 +322,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         assert self.snapshots is not None
         assert self.snapshots.run is not None
+        self.snapshots.on_complete = self._started().seal
         self._started().rescue(
             self.snapshots.run, self.snapshots.shm_dir, directory.path, self.options_for(directory.path)
         )

@@ -27,7 +27,6 @@ from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExcha
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, RANK_STATES, Target, apply_optimizers, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
-from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import capture_rank_state, install, stash_rank_state
 from lightning_resilience.errors import CheckpointError, LoadError, SaveError, UntrustedCheckpointError
@@ -47,7 +46,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     _exchange: Exchange = Alone()
     _readable_checked = False
-    _restored_from: Place | None = None  # while the optimizers' state of that checkpoint is not yet in place
+    _optimizers_from: tuple[str, bool] | None = None  # see `apply_optimizers`; while their state is not yet in place
     _prepared = False
     _roll_call: tuple[BaseException, bool] | None = None
 
@@ -216,7 +215,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         target = self._target(plugin, weights_only, fitting)
         restored = restore(asked, target, self._exchange, fall_back=fitting and plugin.fall_back)
         stash_rank_state(self._trainer, restored.rank_state)
-        self._restored_from = restored.place if fitting else None
+        self._optimizers_from = (str(restored.place), not restored.place.is_dir()) if fitting else None
         if fitting and restored.place.path != asked.path:
             _lightning.set_resumed_path(self._trainer, str(restored.place))
         return restored.content
@@ -234,7 +233,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @override
     def lightning_restore_optimizer(self) -> bool:
         """Whether something is left to do for :meth:`load_optimizer_state_dict`."""
-        return self._restored_from is not None
+        return self._optimizers_from is not None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -243,11 +242,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
         Raises:
             MismatchedCheckpointError: The checkpoint belongs to other optimizers.
         """
-        place, self._restored_from = self._restored_from, None
-        assert place is not None
+        assert self._optimizers_from is not None
+        (label, whole), self._optimizers_from = self._optimizers_from, None
         _lightning.restore_parameter_groups(self._trainer)
         target = Target(self._module, [_lightning.unwrapped(optimizer) for optimizer in self.optimizers])
-        self._together(lambda: apply_optimizers(target, checkpoint[OPTIMIZERS], place), LoadError)
+        self._together(lambda: apply_optimizers(target, checkpoint[OPTIMIZERS], label, whole=whole), LoadError)
 
     def _agreed_resume_path(self, path: str | None) -> str | None:
         """Rank 0's, which every rank must be able to follow."""

@@ -23,7 +23,7 @@ from lightning_resilience._torch import forget_interrupted_batch
 from lightning_resilience._torch_groups import Groups
 from lightning_resilience.beginning import Beginning
 from lightning_resilience.checkpoint.exchange import GroupExchange
-from lightning_resilience.checkpoint.snapshots.choice import newest_common
+from lightning_resilience.checkpoint.snapshots.start import newest_whole
 from lightning_resilience.checkpoint.snapshots.stored import newest_stored
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import installed_loop
@@ -243,12 +243,14 @@ class RestartingStrategy(SnapshottingStrategy):
         if not isinstance(plugin, AsyncCheckpointIO):
             return None
         plugin.wait()
-        held = [] if plugin.snapshots is None else plugin.snapshots.steps()
         stored = newest_stored(self._run_directory(plugin)) if self.is_global_zero else None
-        mine = {"held": held, "path": stored and stored.path, "step": stored and stored.step}
-        answers = [json.loads(answer) for answer in self._exchange.all_gather(json.dumps(mine).encode())]
-        snapshot, path = newest_common([answer["held"] for answer in answers]), answers[0]["path"]
-        if snapshot is None or (path is not None and snapshot < (answers[0]["step"] or 0)):
+        mine = {"path": stored and stored.path, "step": stored and stored.step}
+        told = json.loads(self._exchange.all_gather(json.dumps(mine).encode())[0])
+        path, at = told["path"], told["step"] or 0
+        snapshot = None
+        if plugin.snapshots is not None:
+            snapshot = newest_whole(plugin.snapshots, lambda step: path is None or step >= at)
+        if snapshot is None:
             return cast("str | None", path)
         self._to_load = snapshot, path
         return f"the snapshot of step {snapshot}"

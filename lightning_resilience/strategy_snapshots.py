@@ -89,6 +89,7 @@ class SnapshottingStrategy(CheckpointingStrategy):
         target = self._target(plugin, weights_only, fitting=True)
         restored = self._together(lambda: snapshots.load(step, target), LoadError)
         stash_rank_state(self._trainer, restored.rank_state)
+        self._optimizers_from = f"(the snapshot of step {step})", False
         _lightning.set_resumed_path(self._trainer, path)
         return restored.content
 

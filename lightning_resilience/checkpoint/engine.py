@@ -352,6 +352,10 @@ class CheckpointEngine:
             )
         )
 
+    def seal(self, path: str) -> None:
+        """A snapshot in this file is complete: the writer computes the digest of its tensors."""
+        self._writer.seal(path)
+
     def close(self, patience_s: float | None = None, *, to_heir: bool = False) -> None:
         """Finish what is pending and give everything back.
 

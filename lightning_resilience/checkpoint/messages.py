@@ -176,6 +176,18 @@ class Link(Message):
 
 
 @dataclass(frozen=True)
+class Seal(Message):
+    """To the writer: a snapshot in this file is complete, let its tensors have a digest when there is time.
+
+    Attributes:
+        path: Of the file.
+    """
+
+    kind: ClassVar[str] = "seal"
+    path: str
+
+
+@dataclass(frozen=True)
 class Rescue(Message):
     """To the writer: when the rank is gone, make a checkpoint of its newest snapshot, together with the other writers.
 
@@ -238,7 +250,7 @@ class Done(Message):
 
 Request = Save | Remove | Link | Retain
 
-_ALL = (Attach, Save, Begin, Drop, Remove, Release, Retain, Link, Rescue, Stop, Written, Done)
+_ALL = (Attach, Save, Begin, Drop, Remove, Release, Retain, Link, Rescue, Seal, Stop, Written, Done)
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in _ALL}
 
 

@@ -92,35 +92,39 @@ class Restored(NamedTuple):
     unused: frozenset[str]
 
 
-def apply_optimizers(target: Target, states: Sequence[Mapping[str, Any]], place: Place) -> None:
-    """Put states that :func:`restore` has read into the optimizers.
+def apply_optimizers(
+    target: Target, states: Sequence[Mapping[str, Any]], label: object, *, whole: bool = False
+) -> None:
+    """Put states that :func:`restore` or :func:`restore_pieces` has read into the optimizers.
 
     Args:
         target: Has the optimizers.
         states: ``optimizer_states`` of the content.
-        place: Where they come from.
+        label: What to call in errors where they come from.
+        whole: Whether the tensors are those of all ranks together, as in a checkpoint that is one file.
 
     Raises:
         MismatchedCheckpointError: They belong to other optimizers.
     """
-    whole = not place.is_dir()
     for index, (optimizer, state) in enumerate(zip(target.optimizers, states, strict=True)):
-        apply_state(target.module, optimizer, state, _label(place, index), whole=whole)
+        apply_state(target.module, optimizer, state, _label(label, index), whole=whole)
 
 
-def restore_pieces(reader: PieceReader, label: object, target: Target) -> None:
-    """Load model and optimizers from where their state is at hand.
+def restore_pieces(reader: PieceReader, label: object, target: Target) -> list[dict[str, Any]]:
+    """Load a model from where its state is at hand.
 
     Args:
         reader: Has it in pieces.
         label: What to call that in errors.
         target: What to restore into.
+
+    Returns:
+        The states of the optimizers, to be put in place with :func:`apply_optimizers`.
     """
     shelf = AtHand(reader)
     load = PiecesLoad(shelf, label, target)
     shelf.fetch(Alone())
-    for index, (optimizer, state) in enumerate(zip(target.optimizers, load.finish(), strict=True)):
-        apply_state(target.module, optimizer, state, _label(label, index), whole=False)
+    return load.finish()
 
 
 def restore(place: Place, target: Target, exchange: Exchange | None = None, *, fall_back: bool) -> Restored:

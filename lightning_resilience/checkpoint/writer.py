@@ -35,6 +35,7 @@ from lightning_resilience.checkpoint.messages import (
     Request,
     Rescue,
     Save,
+    Seal,
     Stop,
     Written,
     decode,
@@ -126,6 +127,12 @@ class WriterClient:
     def detach(self) -> None:
         """There is no arena any more; only when nothing is unfinished."""
         self.attach("")
+
+    def seal(self, path: str) -> None:
+        """A snapshot in this file is complete. Nobody is told what becomes of it."""
+        with self._state.changed:
+            if not self._unsent:  # to a writer that hangs nothing is said again and again
+                self._send(Seal(path))
 
     def rescue(self, order: Rescue) -> None:
         """What to do with snapshots should this process end without :meth:`close`."""

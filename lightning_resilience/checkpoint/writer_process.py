@@ -32,10 +32,12 @@ from lightning_resilience.checkpoint.messages import (
     Rescue,
     Retain,
     Save,
+    Seal,
     Stop,
     Written,
 )
 from lightning_resilience.checkpoint.removal import retain
+from lightning_resilience.checkpoint.snapshots.sealing import Sealer
 from lightning_resilience.checkpoint.storage import Place, is_url, place_for
 from lightning_resilience.checkpoint.storage.local import link
 from lightning_resilience.checkpoint.writer_link import Arena, Connection, leave_when_stuck, say
@@ -70,6 +72,7 @@ class Writer:
         self._writing: Save | None = None
         self._arena: Arena | None = None
         self._rescue: Rescue | None = None
+        self._sealer: Sealer | None = None
         self._stopping = False
         self._run_started = 0.0
         self._swept: set[str] = set()
@@ -116,6 +119,9 @@ class Writer:
         if isinstance(message, Attach):
             self._attach(message.arena)
             self._run_started = message.run_started
+        elif isinstance(message, Seal):
+            self._sealer = self._sealer or Sealer()
+            self._sealer.want(message.path)
         elif isinstance(message, Rescue):
             self._rescue = message
         elif isinstance(message, Stop):

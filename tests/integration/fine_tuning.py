@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -61,14 +62,13 @@ def fit(folder: Path, model: Net, *callbacks: pl.Callback, resume: str | None = 
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ResilientFSDPStrategy(auto_wrap_policy=None),
-        plugins=[AsyncCheckpointIO()],
+        strategy=ResilientFSDPStrategy(auto_wrap_policy=None, restart=None),
         callbacks=list(callbacks),
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": EPOCHS, "enable_checkpointing": bool(callbacks), **kwargs},
+        **{"max_epochs": EPOCHS, "plugins": [AsyncCheckpointIO()], "enable_checkpointing": bool(callbacks), **kwargs},
     )
     data = torch.arange(8 * 8, dtype=torch.float32).reshape(8, 8) / 64
     error = ""
@@ -85,6 +85,28 @@ def fit(folder: Path, model: Net, *callbacks: pl.Callback, resume: str | None = 
     }
 
 
+class Fault(Exception):
+    """Ends a training."""
+
+
+class Crash(pl.Callback):
+    """After the first step of the last epoch, which only a snapshot has."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        if trainer.current_epoch == EPOCHS - 1 and index == 1:
+            raise Fault
+
+
+def from_memory(folder: Path) -> dict[str, Any]:
+    """A training that ends and goes on from its snapshot."""
+    snapshots = AsyncCheckpointIO(snapshot_every_n_steps=1)
+    newest_checkpoint(folder)
+    with contextlib.suppress(Fault):
+        fit(folder, Net(), saver(folder), Unfreeze(), Crash(), plugins=[snapshots])
+    newest = newest_checkpoint(folder, wait_s=0.0)
+    return fit(folder, Net(), saver(folder), Unfreeze(), resume=newest, plugins=[snapshots])
+
+
 def saver(folder: Path, **kwargs: Any) -> ModelCheckpoint:
     return ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1, **kwargs)
 
@@ -97,6 +119,7 @@ def main() -> None:
     for epoch in (0, 2):
         path = str(folder / "whole" / f"epoch={epoch}.ckpt")
         found[f"resumed {epoch}"] = fit(folder, Net(), saver(folder / f"again{epoch}"), Unfreeze(), resume=path)
+    found["resumed from memory"] = from_memory(folder / "memory")
     plain, weights = folder / "plain", saver(folder / "plain", save_weights_only=True)
     found["full"] = fit(folder, Net(), saver(plain), max_epochs=2)
     weights.filename = "weights-{epoch}"

@@ -28,6 +28,14 @@ def test_parameter_groups_that_were_added_on_the_way_come_back(found: Any, epoch
     assert resumed["weights"] == whole["weights"]
 
 
+def test_parameter_groups_come_back_from_memory_too(found: Any) -> None:
+    whole, resumed = found["whole"], found["resumed from memory"]
+    assert resumed["error"] == ""
+    per_epoch = len(whole["losses"]) // EPOCHS
+    assert resumed["losses"] == whole["losses"][1 - per_epoch :], "but for the first step of the last epoch"
+    assert resumed["weights"] == whole["weights"]
+
+
 def test_a_newer_checkpoint_with_weights_only_does_not_block_resuming(found: Any) -> None:
     assert Path(found["newest"]).name == "weights-epoch=2.ckpt"
     assert Path(found["passed over"]["loaded"]).name == "epoch=1.ckpt"

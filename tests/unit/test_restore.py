@@ -114,7 +114,7 @@ def restore(path: Path, target: Target) -> Restored:
     """Everything, the optimizers too."""
     place = place_for(path)
     restored = read(place, target, fall_back=False)
-    apply_optimizers(target, restored.content.get(OPTIMIZERS, []), place)
+    apply_optimizers(target, restored.content.get(OPTIMIZERS, []), place, whole=place.is_file())
     return restored
 
 

@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 
-from lightning_resilience.checkpoint.snapshots.choice import Request, Stored, is_newer, may_stand_in, newest_common
+from lightning_resilience.checkpoint.snapshots.choice import (
+    Request,
+    Stored,
+    is_as_new,
+    is_newer,
+    may_stand_in,
+    newest_common,
+)
 from lightning_resilience.checkpoint.snapshots.pace import Measured, Pace, interval
 
 
@@ -150,13 +157,18 @@ NEWEST = Stored("/runs/a/step=30.ckpt", 30, created_ns=1000)
     ("step", "base_ns", "newer"),
     [
         (37, 0, True),
-        (30, 0, False),  # the same state: storage, which is verified
+        (30, 0, False),  # the same state
         (25, 0, False),  # a save after it was committed by the writers alone
         (25, 1000, True),  # the run went back to an older checkpoint: the one of step 30 is of another future
     ],
 )
 def test_newer_than_the_newest_checkpoint(step: int, base_ns: int, newer: bool) -> None:
     assert is_newer(step, NEWEST, base_ns) is newer
+
+
+def test_of_the_same_step_memory_is_taken_which_is_there_already() -> None:
+    assert is_as_new(30, NEWEST, 0)
+    assert not is_as_new(29, NEWEST, 0)
 
 
 def test_without_any_checkpoint_a_snapshot_is_newer() -> None:

@@ -16,12 +16,12 @@ from lightning_resilience.checkpoint.candidates import brought_up_to_date, newes
 from lightning_resilience.checkpoint.commit import CommitClock
 from lightning_resilience.checkpoint.messages import Rescue
 from lightning_resilience.checkpoint.restore import apply_optimizers, restore
-from lightning_resilience.checkpoint.snapshots import gathering, leftovers
+from lightning_resilience.checkpoint.snapshots import gathering, leftovers, sealing
 from lightning_resilience.checkpoint.snapshots import rescue as rescues
 from lightning_resilience.checkpoint.snapshots.run import Run, write_run
 from lightning_resilience.checkpoint.storage import Place, place_for
 from lightning_resilience.errors import SaveError
-from tests.unit.test_snapshots import Rank, Threads, Training, assert_equal, same
+from tests.unit.test_snapshots import Rank, Threads, Training, assert_equal, flip_a_weight, same
 
 
 class Job:
@@ -127,6 +127,16 @@ def test_nothing_is_written_when_the_ranks_have_no_step_in_common(job: Job) -> N
     job.kill()
     assert job.rescue() == ["", ""]
     assert job.checkpoints == job.unfinished == []
+
+
+def test_a_damaged_snapshot_is_not_rescued_and_the_one_before_is(job: Job) -> None:
+    job.go(2, 2)
+    for path in (job.folder / "shm").iterdir():
+        sealing._File(str(path)).seal()
+    flip_a_weight(job.ranks[1])
+    job.kill()
+    job.rescue()
+    assert job.checkpoints == ["rescued-step=1.ckpt"]
 
 
 def test_a_start_that_came_meanwhile_goes_on_by_itself(job: Job) -> None:

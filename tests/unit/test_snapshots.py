@@ -16,14 +16,15 @@ from lightning_resilience.checkpoint.arena import Arena
 from lightning_resilience.checkpoint.candidates import META
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Exchange
-from lightning_resilience.checkpoint.restore import Target
-from lightning_resilience.checkpoint.snapshots import file as snapshot_file
-from lightning_resilience.checkpoint.snapshots import leftovers
+from lightning_resilience.checkpoint.restore import OPTIMIZERS, Target, apply_optimizers
+from lightning_resilience.checkpoint.snapshots import header as header_bytes
+from lightning_resilience.checkpoint.snapshots import leftovers, sealing
 from lightning_resilience.checkpoint.snapshots.choice import Request, Stored
 from lightning_resilience.checkpoint.snapshots.contents import RANK_STATE
 from lightning_resilience.checkpoint.snapshots.copies import Copies
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
-from lightning_resilience.checkpoint.snapshots.points import State
+from lightning_resilience.checkpoint.snapshots.file import take_over
+from lightning_resilience.checkpoint.snapshots.points import Restored, State
 from lightning_resilience.checkpoint.snapshots.run import RUN_FILE, Run, read_run
 from lightning_resilience.checkpoint.snapshots.start import begin_run
 from lightning_resilience.checkpoint.state import model_state, optimizer_state
@@ -58,6 +59,11 @@ class Training:
             steady,
             {META: archive({"global_step": self.step}), RANK_STATE: archive({"seed": self.step})},
         )
+
+    def load(self, rank: Rank, step: int) -> Restored:
+        restored = rank.snapshots.load(step, self.target)
+        apply_optimizers(self.target, restored.content.pop(OPTIMIZERS), "the snapshot")
+        return restored
 
     @property
     def target(self) -> Target:
@@ -114,7 +120,7 @@ def test_a_successor_goes_on_from_the_newest_snapshot(tmp_path: Path) -> None:
     assert successor.start() == 3
     assert successor.snapshots.steps() == [3]
     fresh = Training()
-    restored = successor.snapshots.load(3, fresh.target)
+    restored = fresh.load(successor, 3)
     assert restored.content == {"global_step": 3}
     assert restored.rank_state == {"seed": 3}
     assert same(fresh.everything(), kept)
@@ -131,7 +137,7 @@ def test_the_two_newest_are_held_and_take_turns(tmp_path: Path) -> None:
         rank.take(training)
     assert rank.snapshots.steps() == [5, 4]
     with pytest.raises(LoadError, match=r"no snapshot of step 3; it has \[5, 4\]"):
-        rank.snapshots.load(3, training.target)
+        training.load(rank, 3)
     (name,) = rank.files()
     size = os.stat(rank.shm / name).st_size
     assert size == os.stat(rank.shm / name).st_blocks * 512
@@ -158,7 +164,7 @@ def test_a_snapshot_whose_copy_was_cut_is_not_taken(tmp_path: Path) -> None:
     successor = after_a_kill(rank, tmp_path)
     assert successor.start() == 1
     fresh = Training()
-    successor.snapshots.load(1, fresh.target)
+    fresh.load(successor, 1)
     assert same(fresh.everything(), kept)
     successor.snapshots.close(keep=False)
 
@@ -174,7 +180,7 @@ def test_an_update_does_not_overtake_the_copy(tmp_path: Path) -> None:
     rank.snapshots.hold_back()
     training.optimizer.step()
     fresh = Training()
-    rank.snapshots.load(1, fresh.target)
+    fresh.load(rank, 1)
     assert same(fresh.everything(), kept)
     rank.snapshots.close(keep=False)
 
@@ -190,21 +196,104 @@ def test_what_is_damaged_is_not_taken(tmp_path: Path, where: str) -> None:
     held = rank.snapshots._file
     assert held is not None
     slot, newest = held.snapshots()[0]
-    header = slot.offset - snapshot_file._HEADER
+    header = slot.offset - header_bytes.SIZE
     position = {
         "header": header + 1,
-        "body of the header": header + snapshot_file._WORDS + 5,
+        "body of the header": header + header_bytes._WORDS + 5,
         "index": slot.offset + newest.parts["index"].offset + 9,
         "meta.pt": slot.offset + newest.parts["meta.pt"].offset + 9,
     }[where]
     successor = after_a_kill(rank, tmp_path)
-    with open(rank.shm / name, "r+b") as file:
+    flip(rank.shm / name, position)
+    assert successor.start() == 1
+    successor.snapshots.close(keep=False)
+
+
+def flip(path: Path, position: int) -> None:
+    with open(path, "r+b") as file:
         file.seek(position)
         byte = file.read(1)
         file.seek(position)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def sealed(rank: Rank) -> None:
+    """What its writer does when it has time."""
+    (name,) = rank.files()
+    sealing._File(str(rank.shm / name)).seal()
+
+
+def flip_a_weight(rank: Rank) -> None:
+    """In the newest snapshot."""
+    file = rank.snapshots._file
+    assert file is not None
+    slot, _ = file.snapshots()[0]
+    slot.destinations[0].view(torch.int32).bitwise_xor_(1)
+
+
+def test_a_flipped_bit_in_a_weight_is_named_and_the_snapshot_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, rank = Training(), Rank(tmp_path)
+    rank.start()
+    for _ in range(2):
+        training.go()
+        rank.take(training)
+        sealed(rank)
+    flip_a_weight(rank)
+    (name,) = rank.files()
+    successor = after_a_kill(rank, tmp_path)
     assert successor.start() == 1
+    assert f"DAMAGED SNAPSHOT: rank 0: the tensors in the snapshot of step 2 in {rank.shm / name}" in caplog.text
     successor.snapshots.close(keep=False)
+
+
+def test_damage_on_one_rank_keeps_all_from_that_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    threads = Threads(2)
+    ranks = [Rank(tmp_path, exchange=threads.of(rank)) for rank in (0, 1)]
+    threads.run(lambda rank: assert_equal(ranks[rank].start(), None))
+    training = Training()
+    training.go()
+    for rank in ranks:
+        rank.take(training)
+    for name in ranks[0].files():
+        sealing._File(str(ranks[0].shm / name)).seal()
+    flip_a_weight(ranks[1])
+    for rank in ranks:
+        rank.snapshots.close(keep=True)
+    stored = Stored("/run/step=1.ckpt", 1, created_ns=9)  # of the same step
+    request = Request(stored.path, asked=True)
+    successors = [Rank(tmp_path, exchange=threads.of(rank)) for rank in (0, 1)]
+    threads.run(lambda rank: assert_equal(successors[rank].start(request, stored), None))
+    assert "DAMAGED SNAPSHOT: rank 1: the tensors" in caplog.text
+    for rank in successors:
+        rank.snapshots.close(keep=False)
+
+
+def test_a_seal_is_only_that_of_the_snapshot_it_was_computed_for(tmp_path: Path) -> None:
+    training, rank = Training(), Rank(tmp_path)
+    rank.start()
+    training.go()
+    rank.take(training)
+    file = rank.snapshots._file
+    assert file is not None
+    slot, _ = file.snapshots()[0]
+    header = file._headers[file.slots.index(slot)]
+
+    def overtaken() -> int:
+        training.go(2)
+        rank.take(training)
+        training.go()
+        rank.take(training)
+        return 17
+
+    assert file.seal(slot) is None
+    assert not header.seal(overtaken)
+    assert file.seal(slot) is None
+    sealed(rank)
+    assert file.seal(slot) is not None
+    assert rank.snapshots.verify(training.step) == ""
+    rank.snapshots.close(keep=False)
 
 
 def test_a_state_that_has_grown_gets_a_bigger_file_and_never_loses_the_old_one_before(tmp_path: Path) -> None:
@@ -223,7 +312,7 @@ def test_a_state_that_has_grown_gets_a_bigger_file_and_never_loses_the_old_one_b
     successor = after_a_kill(rank, tmp_path)
     assert successor.start() == 2
     with pytest.raises(MismatchedCheckpointError, match="belongs to another model"):
-        successor.snapshots.load(2, training.target)
+        training.load(successor, 2)
     successor.snapshots.close(keep=False)
 
 
@@ -430,6 +519,6 @@ def test_files_that_are_not_ours_are_never_opened_as_snapshots(tmp_path: Path) -
     (rank.shm / f"{start}link").symlink_to(tmp_path / "run" / RUN_FILE)
     (rank.shm / f"{start}open").write_bytes(bytes(1 << 20))
     os.chmod(rank.shm / f"{start}open", 0o666)  # anybody may have written it
-    assert snapshot_file.take_over(str(rank.shm), run.id, 0) is None
+    assert take_over(str(rank.shm), run.id, 0) is None
     assert rank.files() == [f"{start}link", f"{start}open"]
     assert (tmp_path / "run" / RUN_FILE).exists()

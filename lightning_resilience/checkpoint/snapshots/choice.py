@@ -59,6 +59,11 @@ def newest_common(held: Sequence[Sequence[int]]) -> int | None:
     return max(set.intersection(*map(set, held)), default=None)
 
 
+def is_as_new(step: int, newest: Stored | None, base_ns: int) -> bool:
+    """The same, or of the same step: memory is faster than storage, and damage of either is noticed."""
+    return is_newer(step, newest, base_ns) or (newest is not None and newest.step == step)
+
+
 def is_newer(step: int, newest: Stored | None, base_ns: int) -> bool:
     """Whether a snapshot of this step is ahead of the newest checkpoint.
 
@@ -82,4 +87,4 @@ def explain(step: int | None, may: bool, newest: Stored | None) -> str:
             "fit was asked for something else than the newest state of this run; it is, when"
             " fit(ckpt_path=newest_checkpoint(dirpath)) says so"
         )
-    return f"the checkpoint {newest.path if newest else ''} is as new"
+    return f"the checkpoint {newest.path if newest else ''} is newer, or they are damaged"

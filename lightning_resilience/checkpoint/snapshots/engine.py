@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ from lightning_resilience.checkpoint.candidates import META
 from lightning_resilience.checkpoint.exchange import Alone, Exchange
 from lightning_resilience.checkpoint.layout import ShardLayout, flatten, plan_own, signature
 from lightning_resilience.checkpoint.reader import load_archive
-from lightning_resilience.checkpoint.restore import Target, restore_pieces
+from lightning_resilience.checkpoint.restore import OPTIMIZERS, Target, restore_pieces
 from lightning_resilience.checkpoint.snapshots.contents import INDEX, RANK_STATE, Small, SnapshotReader, pack
 from lightning_resilience.checkpoint.snapshots.copies import Copies, Pair
 from lightning_resilience.checkpoint.snapshots.file import Snapshot, SnapshotFile, create, take_over
+from lightning_resilience.checkpoint.snapshots.header import digest_of
 from lightning_resilience.checkpoint.snapshots.pace import Measured, Pace
 from lightning_resilience.checkpoint.snapshots.points import Restored, State
 from lightning_resilience.checkpoint.snapshots.run import Run
@@ -60,6 +62,9 @@ class Snapshots:
         exchange: How ranks agree; alone by default.
         copies: How states are copied; tests pass their own.
         clock: Seconds.
+
+    Attributes:
+        on_complete: Told of the file in which a snapshot has become complete.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Snapshots:
         copies: Copies | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.on_complete: Callable[[str], None] = lambda path: None
         self.shm_dir = shm_dir
         self.exchange = exchange or Alone()
         self._copies = copies or Copies()
@@ -109,6 +115,21 @@ class Snapshots:
         """See :class:`RestorePoints`."""
         self._settle_if_done()
         return [snapshot.step for _, _, snapshot in self._usable()]
+
+    def verify(self, step: int) -> str:
+        """See :class:`RestorePoints`."""
+        for file, slot, snapshot in self._usable():
+            if snapshot.step == step:
+                digest, tensors = file.seal(slot), slot.bytes[: snapshot.tensor_bytes]
+                if digest is not None and digest_of(tensors, _threads(self.exchange.world_size)) != digest:
+                    return f"the tensors in the snapshot of step {step} in {file.path} are not what they were"
+        return ""
+
+    def drop(self, step: int) -> None:
+        """See :class:`RestorePoints`."""
+        for file in (self._file, self._outgrown):
+            if file is not None:
+                file.void_step(step)
 
     def load(self, step: int, target: Target) -> Restored:
         """See :class:`RestorePoints`."""
@@ -235,6 +256,7 @@ class Snapshots:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.file.complete(pending.slot, pending.snapshot)
+            self.on_complete(pending.file.path)
             self._drop_outgrown()
 
     def _drop_outgrown(self) -> None:
@@ -276,6 +298,11 @@ class Snapshots:
             )
 
 
+def _threads(world_size: int) -> int:
+    """For one of so many ranks, which may all be on this machine."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // world_size))
+
+
 def _pairs(slot: Slot, layout: ShardLayout, state: State) -> tuple[list[Pair], list[Pair]]:
     """What only an update changes, and the rest."""
     tensors = leaves_by_kind(flatten(state.tensors))[0]
@@ -291,6 +318,8 @@ def _pairs(slot: Slot, layout: ShardLayout, state: State) -> tuple[list[Pair], l
 def _load(file: SnapshotFile, slot: Slot, snapshot: Snapshot, target: Target) -> Restored:
     parts = {name: file.part(slot, part) for name, part in snapshot.parts.items()}
     label = f"the snapshot of step {snapshot.step} in {file.path}"
-    restore_pieces(SnapshotReader(slot, snapshot, parts), place_for(file.path), target)
+    states = restore_pieces(SnapshotReader(slot, snapshot, parts), place_for(file.path), target)
     content = load_archive(io.BytesIO(parts[META]), label, target.trust)
+    if target.optimizers:
+        content[OPTIMIZERS] = states
     return Restored(content, load_archive(io.BytesIO(parts[RANK_STATE]), label, target.trust))

@@ -24,13 +24,9 @@ import xxhash
 from lightning_resilience._torch import cuda_in_use, pin, unpin
 from lightning_resilience.checkpoint.layout import ShardLayout
 from lightning_resilience.checkpoint.snapshots import leftovers
+from lightning_resilience.checkpoint.snapshots.header import SIZE, SLOTS, Header
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.warm_memory import WarmMemory, create_file, require_room
-
-SLOTS = 2
-_MAGIC = int.from_bytes(b"LRsnap\x00\x01", "little")  # the last byte is the version of the format
-_HEADER = 2 * mmap.PAGESIZE
-_WORDS = 32  # bytes: magic, start, length and digest of the rest
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,13 @@ class SnapshotFile:
 
     def __init__(self, path: str, fd: int, size: int) -> None:
         self.path = path
-        self.slot_bytes = size // SLOTS - _HEADER
+        self.slot_bytes = size // SLOTS - SIZE
         self._memory = WarmMemory(fd, size, os.path.dirname(path))
         self._bytes = torch.frombuffer(self._memory.bytes, dtype=torch.uint8)
         self._pinned = False
-        self._headers = [self._region(index, 0, _HEADER).numpy().data for index in range(SLOTS)]
+        self._headers = [Header(self._region(index, 0, SIZE).numpy().data) for index in range(SLOTS)]
         self.slots = [
-            Slot(index * (size // SLOTS) + _HEADER, self._region(index, _HEADER, self.slot_bytes))
-            for index in range(SLOTS)
+            Slot(index * (size // SLOTS) + SIZE, self._region(index, SIZE, self.slot_bytes)) for index in range(SLOTS)
         ]
         leftovers.ours.add(path)
 
@@ -96,15 +91,15 @@ class SnapshotFile:
 
     def read(self, index: int) -> Snapshot | None:
         """What lies in a slot; None while it is being filled, or when it cannot be trusted."""
-        magic, start, length, digest = self._words(index)
-        body = bytes(self._headers[index][_WORDS : _WORDS + length])
-        if magic != _MAGIC or xxhash.xxh3_64_intdigest(body) != digest:
+        header = self._headers[index]
+        body = header.read()
+        if body is None:
             return None
         fields = json.loads(body)
         parts = {name: Part(**part) for name, part in fields.pop("parts").items()}
         if not all(self._is_whole(index, part) for part in parts.values()):
             return None
-        return Snapshot(parts=parts, start=start, **fields)
+        return Snapshot(parts=parts, start=header.start, **fields)
 
     def lay_out(self, layout: ShardLayout) -> None:
         """Get the slots ready that hold nothing.
@@ -128,20 +123,19 @@ class SnapshotFile:
         self._pin()
         newest = next((slot for slot, _ in self.snapshots()), None)
         slot = next(slot for slot in self.slots if slot is not newest)
-        self._words(self.slots.index(slot))[0] = 0
+        self._headers[self.slots.index(slot)].void()
         return slot
 
     def complete(self, slot: Slot, snapshot: Snapshot) -> None:
         """Everything is there: from now on the slot holds this snapshot."""
-        index = self.slots.index(slot)
         fields = dataclasses.asdict(snapshot)
         del fields["start"]
-        body = json.dumps(fields).encode()
-        words = self._words(index)
-        self._headers[index][_WORDS : _WORDS + len(body)] = body
-        words[1], words[2], words[3] = snapshot.start, len(body), xxhash.xxh3_64_intdigest(body)
-        words[0] = _MAGIC  # one store, and the last: a process that is killed before it has left a void slot
+        self._headers[self.slots.index(slot)].write(json.dumps(fields).encode(), snapshot.start)
         os.utime(self._memory.fd)
+
+    def seal(self, slot: Slot) -> int | None:
+        """Digest that the tensors in a slot have had; None where no writer had the time to compute it."""
+        return self._headers[self.slots.index(slot)].sealed
 
     def part(self, slot: Slot, part: Part) -> bytes:
         """The bytes of a part."""
@@ -152,14 +146,21 @@ class SnapshotFile:
         for index in range(SLOTS):
             snapshot = self.read(index)
             if snapshot is not None and snapshot.step == step:
-                self._words(index)[1] = start
+                self._headers[index].start = start
 
     def void(self, kept: int | None = None) -> None:
         """Forget all snapshots, or all but the one of a step."""
         for index in range(SLOTS):
             snapshot = self.read(index)
             if snapshot is None or snapshot.step != kept:
-                self._words(index)[0] = 0
+                self._headers[index].void()
+
+    def void_step(self, step: int) -> None:
+        """Forget the snapshot of a step."""
+        for index in range(SLOTS):
+            snapshot = self.read(index)
+            if snapshot is not None and snapshot.step == step:
+                self._headers[index].void()
 
     def close(self, keep: bool) -> None:
         """Let go of the memory.
@@ -179,9 +180,6 @@ class SnapshotFile:
         data = self.slots[index].bytes[part.offset : part.offset + part.size]
         return len(data) == part.size and xxhash.xxh3_64_hexdigest(data) == part.xxh3
 
-    def _words(self, index: int) -> memoryview:
-        return self._headers[index][:_WORDS].cast("B").cast("Q")
-
     def _region(self, index: int, start: int, length: int) -> torch.Tensor:
         first = index * (self._memory.size // SLOTS) + start
         return self._bytes[first : first + length]
@@ -198,7 +196,7 @@ def create(directory: str, run: str, rank: int, nbytes: int) -> SnapshotFile:
         ArenaError: There is not enough shared memory.
     """
     slot_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = SLOTS * (_HEADER + slot_bytes)
+    size = SLOTS * (SIZE + slot_bytes)
     leftovers.make_room(directory, size)
     require_room(directory, size)
     path = str(Path(directory) / f"{leftovers.PREFIX}{run}-rank{rank}-{uuid.uuid4().hex[:8]}")
@@ -229,7 +227,7 @@ def open_shared(path: Path) -> SnapshotFile | None:
 
 def _is_complete(size: int) -> bool:
     """Whether the owner of a file of this size had finished making it."""
-    return size >= SLOTS * (_HEADER + mmap.PAGESIZE) and size % (SLOTS * mmap.PAGESIZE) == 0
+    return size >= SLOTS * (SIZE + mmap.PAGESIZE) and size % (SLOTS * mmap.PAGESIZE) == 0
 
 
 def _open(path: Path) -> SnapshotFile | None:

@@ -26,10 +26,11 @@ class State:
 
 @dataclass(frozen=True)
 class Restored:
-    """What ``load`` could not put into module and optimizers itself.
+    """What ``load`` could not put into the module itself.
 
     Attributes:
-        content: Loops, callbacks, schedulers, hyper-parameters: as in a Lightning checkpoint.
+        content: Loops, callbacks, schedulers, hyper-parameters: as in a Lightning checkpoint; ``optimizer_states`` are
+            for ``restore.apply_optimizers``, when callbacks have added the parameter groups that they had added before.
         rank_state: Random numbers and data position of this rank.
     """
 
@@ -48,8 +49,16 @@ class RestorePoints(Protocol):
         """Optimizer steps of the complete states, newest first; one that is still being copied is none."""
         ...
 
+    def verify(self, step: int) -> str:
+        """What is wrong with the state of a step, in words; empty when nothing is, or nothing can prove it."""
+        ...
+
+    def drop(self, step: int) -> None:
+        """Never offer the state of this step again."""
+        ...
+
     def load(self, step: int, target: Target) -> Restored:
-        """Put one back into module and optimizers, in place; no collective.
+        """Put one back into the module, in place, and give the rest; no collective.
 
         Raises:
             LoadError: There is no such step, or it does not fit.

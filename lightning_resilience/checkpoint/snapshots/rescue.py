@@ -30,6 +30,7 @@ from lightning_resilience.checkpoint.snapshots.choice import is_newer, newest_co
 from lightning_resilience.checkpoint.snapshots.contents import INDEX, RANK_STATE, VALUES, value_places
 from lightning_resilience.checkpoint.snapshots.file import Snapshot, SnapshotFile, open_shared
 from lightning_resilience.checkpoint.snapshots.gathering import Gathering, Left
+from lightning_resilience.checkpoint.snapshots.header import digest_of
 from lightning_resilience.checkpoint.snapshots.run import read_run
 from lightning_resilience.checkpoint.snapshots.stored import newest_stored
 from lightning_resilience.checkpoint.staging import Slot
@@ -252,12 +253,18 @@ def _left_behind(order: Rescue) -> Iterator[list[_Held]]:
             for file in files
             for slot, snapshot in file.snapshots()
             if snapshot.world_size == order.world_size and snapshot.start >= order.start
+            if _is_whole(file, slot, snapshot)
         ]
         yield sorted(held, key=lambda one: one.snapshot.step, reverse=True)
     finally:
         held = []
         for file in files:
             file.close(keep=True)
+
+
+def _is_whole(file: SnapshotFile, slot: Slot, snapshot: Snapshot) -> bool:
+    seal = file.seal(slot)
+    return seal is None or digest_of(slot.bytes[: snapshot.tensor_bytes]) == seal
 
 
 def _is_taken(fd: int) -> bool:

@@ -13,7 +13,7 @@ from lightning_resilience.checkpoint.snapshots.choice import (
     Request,
     Stored,
     explain,
-    is_newer,
+    is_as_new,
     may_stand_in,
     newest_common,
 )
@@ -48,9 +48,9 @@ def begin_run(
     exchange = snapshots.exchange
     run, stored, may = _facts(exchange, directory, request, newest)
     snapshots.open(run)
-    held = [json.loads(answer) for answer in exchange.all_gather(json.dumps(snapshots.steps()).encode())]
+    held = held_by_all(snapshots)
     step = newest_common(held)
-    chosen = step if step is not None and may and is_newer(step, stored, run.base_ns) else None
+    chosen = newest_whole(snapshots, lambda one: may and is_as_new(one, stored, run.base_ns))
     if chosen is None and any(held) and exchange.rank == 0:
         log.info("snapshots of an earlier start are not used: %s", explain(step, may, stored))
     run = run.next(stored.created_ns if stored else 0)
@@ -61,6 +61,31 @@ def begin_run(
     leftovers.remove_run(snapshots.shm_dir, run.id)
     leftovers.sweep(snapshots.shm_dir)
     return chosen
+
+
+def held_by_all(snapshots: Snapshots) -> list[list[int]]:
+    """Which steps each rank holds; a collective."""
+    return [json.loads(answer) for answer in snapshots.exchange.all_gather(json.dumps(snapshots.steps()).encode())]
+
+
+def newest_whole(snapshots: Snapshots, wanted: Callable[[int], bool]) -> int | None:
+    """The newest step that all ranks hold undamaged; a collective, with the same result on each.
+
+    What is damaged on one rank is dropped on all, with an error in the log that names it.
+
+    Args:
+        snapshots: Of this rank.
+        wanted: Whether a step is of use; the same on all ranks.
+    """
+    while (step := newest_common(held_by_all(snapshots))) is not None and wanted(step):
+        faults = [answer.decode() for answer in snapshots.exchange.all_gather(snapshots.verify(step).encode())]
+        if not any(faults):
+            return step
+        snapshots.drop(step)
+        if snapshots.exchange.rank == 0:
+            told = "; ".join(f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault)
+            log.error("DAMAGED SNAPSHOT: %s. An older state is used instead. Have the memory tested.", told)
+    return None
 
 
 def _facts(
