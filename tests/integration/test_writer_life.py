@@ -114,6 +114,61 @@ save(1)
     assert saved(folder) == ["1.ckpt"]
 
 
+BLOCKED = """
+import ctypes, subprocess, threading, time
+from lightning_resilience.checkpoint.writer import WriterClient
+WRITER = '''
+import ctypes, sys
+from lightning_resilience.checkpoint import writer_process
+from lightning_resilience.checkpoint.storage.local import LocalStorage
+write = LocalStorage.write
+def blocks(self, path, *args):
+    if ".2.ckpt" in path:
+        ctypes.PyDLL(None).sleep(1000000)
+    return write(self, path, *args)
+LocalStorage.write = blocks
+writer_process.main(int(sys.argv[1]), int(sys.argv[2]))
+'''
+def start(fd):
+    rank = os.pidfd_open(os.getpid())
+    try:
+        return subprocess.Popen([sys.executable, "-c", WRITER, str(fd), str(rank)], pass_fds=(fd, rank))
+    finally:
+        os.close(rank)
+events = []
+options = EngineOptions(shm_dir=folder + "/shm", deadline_s=float(sys.argv[2]))
+engine.close()
+engine = CheckpointEngine(options, writer=lambda emit: WriterClient(start, emit), emit=events.append)
+save(1)
+engine.wait()
+began = time.monotonic()
+save(2)
+save(3)
+assert time.monotonic() - began < float(sys.argv[2]), "training was held up"
+engine.wait()
+print([event.kind for event in events if event.kind.startswith("writer")], [r.outcome for r in engine.history])
+engine.close()
+"""
+
+
+def test_a_write_that_never_returns_costs_one_save_and_training_goes_on(folder: Path) -> None:
+    """In C, with the interpreter's lock held: no thread of the writer can do anything about it."""
+    done = run(folder, BLOCKED, deadline_s=3.0)
+    assert done.stdout == "['writer_hung'] ['saved', 'failed', 'saved']\n", done.stderr
+    assert saved(folder) == ["1.ckpt", "3.ckpt"]
+    assert os.listdir(folder / "shm") == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_save_is_in_flight_loses_nothing(folder: Path, signum: int) -> None:
+    """SIGTERM ends an interpreter at once: the writer finishes alone. After Ctrl-C it is waited for."""
+    code = f"save(1, 500)\nsave(2, 500)\nprint(engine.writer_pid, flush=True)\nos.kill(os.getpid(), {signum:d})"
+    done = run(folder, code)
+    assert done.returncode == -signum
+    wait_until_gone(int(done.stdout), folder)
+    assert saved(folder) == ["1.ckpt", "2.ckpt"]
+
+
 STUCK = """
 import os, socket, subprocess, sys, time
 from lightning_resilience.checkpoint.writer_link import Connection, leave_when_stuck
