@@ -15,6 +15,8 @@ from typing import Any, Protocol, cast
 import fsspec
 import torch
 from fsspec.utils import get_protocol
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -22,6 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -46,6 +49,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -562,6 +566,38 @@ def call_train_batch_end(trainer: Trainer, outputs: Any, batch: Any, batch_idx: 
 def update_train_step_metrics(trainer: Trainer) -> None:
     """Send what was logged in a step to the loggers."""
     trainer._logger_connector.update_train_step_metrics()
+
+
+def renumber(environment: ClusterEnvironment, rank: int, world_size: int) -> None:
+    """Make this process another rank of fewer, for all who ask a cluster environment or the environment variables.
+
+    Environments of torchrun and Slurm take no number but their own (`set_global_rank`, 2.0 on, does nothing there), and
+    some code asks for their type; so methods of the instance are replaced. The local rank stays: it tells the device.
+    """
+    answers = {"global_rank": lambda: rank, "world_size": lambda: world_size}
+    ignored = ("set_global_rank", "set_world_size", "validate_settings")
+    vars(environment).update(answers, **dict.fromkeys(ignored, lambda *_, **__: None))
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if name in os.environ:
+            os.environ[name] = str(value)
+    for marked in (rank_zero_only, fabric_rank_zero_only):
+        vars(marked)["rank"] = rank
+
+
+def accumulation_schedulers(trainer: Trainer) -> list[GradientAccumulationScheduler]:
+    """Callbacks that set `accumulate_grad_batches` at the start of an epoch; public, here for the list of them."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
+
+
+def forget_loaders(loop: _FitLoop) -> None:
+    """Let loaders be asked for again, with the samplers that go with the present ranks: `setup_data` (2.0 on)."""
+    validation = loop.epoch_loop.val_loop
+    abandon_evaluation(validation)
+    validation._combined_loader = None
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+    loop._combined_loader = loop._data_fetcher = None
 
 
 def abandon_evaluation(loop: _EvaluationLoop) -> list[Any]:

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _composable_state, distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -205,6 +206,28 @@ def gathered_pairs(module: FSDPModule) -> list[tuple[Parameter, Parameter]]:
         for fsdp_param in group.fsdp_params
         if hasattr(fsdp_param, "_unsharded_param")
     ]
+
+
+def take_apart(module: FSDPModule) -> None:
+    """Undo `fully_shard` for `module` (not its children), so that it can be called again; shards stay where they are.
+
+    torch has no way back. What `fully_shard` leaves at a module: a class of its own in front of the module's
+    (`_orig_cls_mro_index`: torch 2.13), its state in two tables, and hooks, for which it keeps the handles.
+    """
+    state = module._get_fsdp_state()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in parameter_groups(module):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [fsdp_param._post_load_hook_handle for fsdp_param in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
+    own: Any = module
+    forget_composed(own)
+    for table in (own.__dict__.get(STATE_KEY, {}), own.__dict__.get(REGISTRY_KEY, {})):
+        for key in [key for key in table if getattr(key, "__name__", key) == fully_shard.__name__]:
+            del table[key]
+    own.__class__ = type(module).__mro__[getattr(type(module), "_orig_cls_mro_index", 2)]
 
 
 def put_back_shards(module: FSDPModule) -> None:

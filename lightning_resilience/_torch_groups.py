@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -197,6 +198,24 @@ class ClosedGroups:
                 store = world.pg_map[made[group]][1]
             world.pg_group_ranks[made[group]] = self._ranks[name]
         return made
+
+
+def begin_again(store: Store, *, backend: str, rank: int, size: int, timeout: timedelta | None, device: Any) -> None:
+    """Forget all groups, and make the one of all ranks anew, with other ranks than before.
+
+    All ranks of the new world call it at the same time.
+
+    Args:
+        store: A store that no group has used before.
+        backend: As for ``init_process_group``, as are all below.
+        rank: Of this process.
+        size: Number of ranks.
+        timeout: Of collectives.
+        device: Of this rank; None on a CPU.
+    """
+    _forget_all_groups()
+    _records.clear()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
 
 
 def _forget_all_groups() -> None:

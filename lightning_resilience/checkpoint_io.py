@@ -50,6 +50,7 @@ from lightning_resilience.kept import scope_of
 log = logging.getLogger(__name__)
 
 _PATIENCE_ON_ERROR_S = 30.0
+_PATIENCE_WITH_LOST_S = 5.0
 _ROLL_CALL_S = 10.0
 _MEASURED = 3  # saves before advice is given unasked: the first is not like the others
 
@@ -273,6 +274,28 @@ class AsyncCheckpointIO(CheckpointIO):
         self._exchange, self._connected = exchange, True
         if self.snapshots is not None:
             self.snapshots.exchange = exchange
+
+    def leave_world(self) -> None:
+        """Ranks are out for good: what they had a part in and is not committed yet never will be. Local.
+
+        :meth:`join_world` comes next, when all ranks that go on have done this.
+        """
+        try:
+            self._close(_PATIENCE_WITH_LOST_S)
+        except SaveError as error:
+            log.warning("%s", error)
+        self._untold.clear()
+        self.keeper.forget()
+        self._exchange, self._roll_call = Alone(), None
+        if self.snapshots is not None:
+            self.snapshots.leave_world()
+
+    def join_world(self, exchange: Exchange) -> None:
+        """From now on this is one rank of those that go on; books of callbacks are to be restored after this."""
+        self.connect(exchange)
+        exchange.all_gather(b"")  # all have left: no rank takes over what another is about to delete
+        if self.snapshots is not None:
+            self.snapshots.join_world()
 
     def reserve(self, nbytes: int) -> None:
         """Training starts: get shared memory for this many bytes ready, and a writer to take them.

@@ -61,6 +61,10 @@ class EventLog:
         except queue.Full:
             self._lose("its file system does not keep up")
 
+    def renumber(self, rank: int) -> None:
+        """From now on this is another rank."""
+        self._rank = rank
+
     def close(self, timeout_s: float = _LAST_WORDS_S) -> None:
         """Write what is waiting and end the thread; give up after ``timeout_s`` seconds."""
         try:

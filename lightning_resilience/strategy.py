@@ -30,19 +30,21 @@ from lightning_resilience.errors import ConfigurationError, ShardingError
 from lightning_resilience.precision import ShardedPrecision, check_precision, sharded_precision
 from lightning_resilience.restart.policy import RestartPolicy
 from lightning_resilience.restart.timeouts import Section
+from lightning_resilience.restart.world import World
 from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
-from lightning_resilience.sharding.mesh import Meshes, build_meshes, plan_mesh
+from lightning_resilience.sharding.mesh import Meshes, build_meshes, options_with_fewer, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
 from lightning_resilience.sharding.root_forward import RootForward
 from lightning_resilience.sharding.shard import (
     check_gradients_reduced,
     is_sharded,
     reshard_all,
+    shard_again,
     shard_model,
     sharded_with,
 )
 from lightning_resilience.sharding.supported import Update
-from lightning_resilience.strategy_restarts import RestartingStrategy
+from lightning_resilience.strategy_fewer import FewerRanksStrategy, follow
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 _DEFAULT_RESTARTS = RestartPolicy()
 
 
-class ResilientFSDPStrategy(RestartingStrategy):
+class ResilientFSDPStrategy(FewerRanksStrategy):
     """Train with parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
     A LightningModule needs no change. One that calls `fully_shard` or tensor-parallel functions itself, in
@@ -322,6 +324,33 @@ class ResilientFSDPStrategy(RestartingStrategy):
     @override
     def _own_meshes(self) -> list[DeviceMesh]:
         return [] if self._meshes is None else [self._meshes.job, self._meshes.sharding]
+
+    @override
+    def why_not_with(self, world_size: int) -> str:
+        if sharded_with(self._module) is None:
+            return f"{type(self._module).__name__} calls fully_shard itself, so it cannot be sharded anew"
+        if self.options.tensor_parallel_size > 1:
+            return "with tensor_parallel_size more than 1 the model cannot be sharded anew"
+        if not self._module.strict_loading:
+            return "with strict_loading=False a checkpoint may not hold all parameters"
+        try:
+            options_with_fewer(self.options, before=self.world_size, now=world_size, num_nodes=self.num_nodes)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    @override
+    def _shard_again(self, world: World) -> None:
+        module, now = self._module, world.size
+        self.options = options_with_fewer(self.options, before=world.before, now=now, num_nodes=self.num_nodes)
+        plan = plan_mesh(self.options, world_size=now, num_nodes=self.num_nodes)
+        self._meshes, self._mesh_group = build_meshes(plan, self.root_device.type), dist.group.WORLD
+        self._device_mesh = self._meshes.job
+        _lightning.publish_mesh(module, self._device_mesh)
+        reshard_all(module)
+        replaced = shard_again(module, self.options, meshes=self._meshes, device=self.root_device)
+        for optimizer in self.optimizers:
+            follow(_lightning.unwrapped(optimizer), replaced)
 
     # --- state ---------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch import forget_interrupted_batch
-from lightning_resilience._torch_groups import Groups
+from lightning_resilience._torch_groups import Groups, Store
 from lightning_resilience.beginning import Beginning
 from lightning_resilience.checkpoint.exchange import GroupExchange
 from lightning_resilience.checkpoint.snapshots.start import newest_whole
@@ -32,7 +32,7 @@ from lightning_resilience.data.fit_loop import ResumableFitLoop
 from lightning_resilience.errors import StateLost
 from lightning_resilience.events import FILE, EventLog
 from lightning_resilience.restart.control import Control, open_control
-from lightning_resilience.restart.engine import RestartEngine
+from lightning_resilience.restart.engine import Patience, RestartEngine
 from lightning_resilience.restart.events import Incident
 from lightning_resilience.restart.fence import Fence
 from lightning_resilience.restart.from_the_start import run_from_the_start
@@ -41,6 +41,7 @@ from lightning_resilience.restart.policy import RestartPolicy
 from lightning_resilience.restart.reports import SETTING_UP, Standing
 from lightning_resilience.restart.timeouts import Section, Timeouts, hang_seconds
 from lightning_resilience.restart.watchdog import Heart
+from lightning_resilience.restart.world import World
 from lightning_resilience.strategy_snapshots import SnapshottingStrategy
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ _FENCE_LIMIT_S = 10.0
 
 class RestartingStrategy(SnapshottingStrategy):
     """The restart hooks of ``ResilientFSDPStrategy``; each is called on all ranks by the thread that trains.
+
+    ``patience`` of an instance may be replaced before ``fit``.
 
     Args:
         restart: When to restart; None for never.
@@ -61,6 +64,7 @@ class RestartingStrategy(SnapshottingStrategy):
         self, *, restart: RestartPolicy | None, hang_timeout: timedelta | float | None, **options: Any
     ) -> None:
         super().__init__(**options)
+        self.patience = Patience()
         self._timeouts = Timeouts(hang_seconds(hang_timeout))
         self._heart = Heart(self._timeouts)
         self.restart = restart
@@ -70,6 +74,9 @@ class RestartingStrategy(SnapshottingStrategy):
         self._stepped = self._gradients_ready = False
         self._fence = Fence(_FENCE_LIMIT_S)
         self._beginning: Beginning | None = None
+
+    unfit = ""
+    """Why this rank must not go on after the next fault: whoever checks its health says so here."""
 
     # --- life
 
@@ -117,6 +124,7 @@ class RestartingStrategy(SnapshottingStrategy):
             timeouts=self._timeouts,
             events=EventLog(Path(self._trainer.default_root_dir) / FILE, rank=self.global_rank),
             generation=self._generation,
+            patience=self.patience,
         )
 
     def guard_training(self) -> None:
@@ -276,6 +284,14 @@ class RestartingStrategy(SnapshottingStrategy):
     def _own_meshes(self) -> Iterable[DeviceMesh]:
         return ()
 
+    def why_not_with(self, world_size: int) -> str:
+        """Why training cannot go on with so many ranks; empty if it can."""
+        raise NotImplementedError
+
+    def move(self, world: World, store: Store) -> None:
+        """Go on as a rank of fewer."""
+        raise NotImplementedError
+
 
 class RestartLauncher(_Launcher):
     """Starts processes as the launcher inside it does, and ends what the engine began when `fit` is over.
@@ -358,6 +374,18 @@ class Training:
     def use_groups(self, groups: Groups) -> None:
         """In meshes, in FSDP2, in the checkpoint engine, in attributes of modules and callbacks."""
         self._strategy.use_groups(groups)
+
+    def unfit(self) -> str:
+        """A rank that failed its health check says so here."""
+        return self._strategy.unfit
+
+    def why_not_with(self, world_size: int) -> str:
+        """The mesh may not divide, or the user has sharded."""
+        return self._strategy.why_not_with(world_size)
+
+    def move(self, world: World, store: Store) -> None:
+        """Another rank, other groups, meshes, shards, samplers."""
+        self._strategy.move(world, store)
 
     def restore(self, resumption: Resumption) -> None:
         """Back to a commit."""

@@ -94,6 +94,12 @@ class Commits:
         self._kept = (*since, Commit(step=step, stage=stage, resume=resume, entered=entered, parts=parts))
         self._noticed()
 
+    def abandon(self) -> None:
+        """Put back the newest commit, if there is one, and forget all: a checkpoint will replace what they are of."""
+        if self._kept:
+            self._kept[-1].put_back()
+        self._kept, self._parts = (), None
+
     def go_back(self, step: int, stage: int) -> Commit:
         """Put back the state of a commit, and forget those after it.
 

@@ -27,11 +27,13 @@ from lightning_resilience._lightning import (
     callback_metrics,
     clear_restarting,
     current,
+    forget_loaders,
     set_sampler_epoch,
     sized_len,
     total,
 )
 from lightning_resilience.data.commits import Commits
+from lightning_resilience.data.dealing import log_dealing
 from lightning_resilience.data.epoch_loop import Batch, ResumableEpochLoop, counts
 from lightning_resilience.data.fetcher import IdleLoader, LaggingFetcher, lagging_if_needed
 from lightning_resilience.data.position import ResumedLoader, begin_next_epoch, generators_of, is_stateful
@@ -190,6 +192,20 @@ class ResumableFitLoop(FitLoop):
         self.epoch_loop.abandon_validation()
         if self._combined_loader is not None:
             self._close_iterators()
+
+    def deal_anew(self, before: int) -> None:
+        """There are fewer ranks: ask for the loaders again, with samplers for those that are left. A collective.
+
+        Args:
+            before: Number of ranks that samplers have dealt for so far.
+        """
+        forget_loaders(self)
+        self._advancing, self._loaded_from_state_dict = False, True
+        self.setup_data()
+        strategy: Any = self.trainer.strategy
+        if strategy.is_global_zero:
+            for loader in self._loaders:
+                log_dealing(loader, strategy.distributed_sampler_kwargs["num_replicas"], before)
 
     def enter_loaded(self) -> None:
         """A checkpoint was loaded in the middle of training: the next run of the guarded part goes on from it."""

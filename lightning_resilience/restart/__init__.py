@@ -8,6 +8,7 @@ fence       keeps an optimizer's update in one piece
 meeting     what each rank says of itself, and what follows from all of it
 health      whether this rank is fit to go on
 policy      whether to go on at all
+world       going on with fewer ranks
 engine      does all of this, in this order
 events      tells people, in a file and a line of the log
 """

@@ -9,7 +9,11 @@ A store client answers one call at a time: whoever waits on it blocks all others
 
 from __future__ import annotations
 
+import contextlib
+import json
 from datetime import timedelta
+
+import torch.distributed as dist
 
 from lightning_resilience._torch_groups import (
     Descriptor,
@@ -79,6 +83,21 @@ class Generation:
         """Meet after everything has stopped."""
         return [Report.from_json(text) for text in self._exchange("report", report.to_json(), timeout_s)]
 
+    def report_present(self, report: Report, timeout_s: float) -> list[Report]:
+        """The same, of those that come in time: who that is says rank 0, so that all know the same.
+
+        This rank is not among them if it came too late.
+        """
+        keys = [f"report/{rank}" for rank in self._ranks]
+        self._store.set(keys[self._rank], report.to_json())
+        if self._rank == 0:
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait(keys, timedelta(seconds=timeout_s))
+            self._store.set("present", json.dumps([key for key in keys if self._store.check([key])]))
+        self._store.wait(["present"], timedelta(seconds=2 * timeout_s))
+        present = json.loads(self._store.get("present"))
+        return [Report.from_json(value) for value in self._store.multi_get(present)]
+
     def _exchange(self, topic: str, text: str, timeout_s: float) -> list[str]:
         keys = [f"{topic}/{rank}" for rank in self._ranks]
         self._store.set(keys[self._rank], text)
@@ -108,6 +127,10 @@ class Control:
         made = [item for item in open_sockets() if item not in before]
         other._sockets = [item for item in made if peer_port(item) == self._store.port]
         return other
+
+    def renumber(self, rank: int, world_size: int) -> None:
+        """From the next generation on this is another rank of fewer."""
+        self.rank, self.world_size = rank, world_size
 
     def disconnect(self) -> None:
         """End the connection: whoever waits on it gets a `dist.DistError`."""

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
-from lightning_resilience._torch_groups import ClosedGroups, Groups
+from lightning_resilience._torch_groups import ClosedGroups, Groups, Store
 from lightning_resilience.errors import (
     PeerFailed,
     ResilienceError,
@@ -32,14 +32,29 @@ from lightning_resilience.errors import (
 from lightning_resilience.events import EventLog
 from lightning_resilience.restart.abort import abort_groups, is_failed_collective
 from lightning_resilience.restart.control import Control, Generation
-from lightning_resilience.restart.events import GaveUp, Incident, Stuck
+from lightning_resilience.restart.events import Fewer, GaveUp, Incident, Stuck
 from lightning_resilience.restart.fence import Fence
 from lightning_resilience.restart.interrupt import Interrupter
-from lightning_resilience.restart.meeting import FromTheStart, Nowhere, Resumption, choose_resumption
-from lightning_resilience.restart.policy import Action, Fault, RestartInProcess, RestartPolicy, exception_fault
+from lightning_resilience.restart.meeting import (
+    FromRestorePoint,
+    FromTheStart,
+    Nowhere,
+    Resumption,
+    choose_resumption,
+)
+from lightning_resilience.restart.policy import (
+    Action,
+    DropRank,
+    Fault,
+    GiveUp,
+    RestartInProcess,
+    RestartPolicy,
+    exception_fault,
+)
 from lightning_resilience.restart.reports import SETTING_UP, Report, Standing, in_words
 from lightning_resilience.restart.timeouts import Section, Timeouts
 from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
+from lightning_resilience.restart.world import World, lost, why_not_without, world_without
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +124,22 @@ class Workload(Protocol):
         """Let everything that holds process groups hold the new ones."""
         ...
 
+    def unfit(self) -> str:
+        """Why this rank must not go on; empty if it can. Local."""
+        ...
+
+    def why_not_with(self, world_size: int) -> str:
+        """Why it cannot go on with so many ranks; empty if it can. Local, and the same on all ranks."""
+        ...
+
+    def move(self, world: World, store: Store) -> None:
+        """Go on as a rank of fewer: make process groups in `store`, and all that depends on the number of ranks.
+
+        What ranks held parts of has to be restored after this. Called in place of `use_groups`; called again if it,
+        or what comes after it, has failed.
+        """
+        ...
+
     def restore(self, resumption: Resumption) -> None:
         """Go back to a state that all ranks have, or do the update that leads to it. Collectives are possible again.
 
@@ -163,6 +194,7 @@ class RestartEngine:
         self._interrupter = Interrupter(may_interrupt=lambda: not fence.holds())
         self._number = generation
         self._closed: ClosedGroups | None = None
+        self._moving = False
         self._group_control: Control | None = None
         self._earlier: list[Fault] = []
         self._restarts = 0
@@ -301,12 +333,18 @@ class RestartEngine:
         incident = Incident(number=self._restarts + 1, rank=self._control.rank)
         while True:
             reports = self._meet(error, incident)
-            self._decide(reports, error, incident)
+            world = self._decide(reports, error, incident)
+            resumption = choose_resumption(reports)
+            if world is not None:
+                resumption = FromRestorePoint(reason=f"{world.size} of {world.before} ranks go on")
             self._number += 1
             self._interrupter.forget()
             self._begin_generation()
             try:
-                self._restore(choose_resumption(reports), reports, incident)
+                if world is None:
+                    self._restore(resumption, reports, incident)
+                else:
+                    self._move(world, resumption, incident)
             except Exception as another:  # a restart of the restart
                 if isinstance(another, ResilienceError):
                     raise
@@ -334,7 +372,7 @@ class RestartEngine:
         alarm = self._monitor.wait_until_aborted(self._patience.abort_s)
         incident.done("unblock")
         self._workload.stop()
-        if self._closed is None:
+        if self._closed is None and not self._moving:
             self._closed = ClosedGroups()
         incident.done("reset")
         report = Report(
@@ -345,30 +383,46 @@ class RestartEngine:
             trained=self._training,
             built=self._workload.built(),
             updated=self._workload.updated(),
-            groups=tuple(self._closed.members),
+            groups=() if self._closed is None else tuple(self._closed.members),
             fault=alarm if alarm.rank == self._control.rank else fault if not is_failed_collective(error) else None,
+            echo=is_failed_collective(error),
+            unfit=self._workload.unfit(),
         )
         try:
-            reports = generation.report(report, self._patience.meeting_s)
+            if self._policy.min_world_size is None:
+                reports = generation.report(report, self._patience.meeting_s)
+            else:
+                reports = generation.report_present(report, self._patience.meeting_s)
         except dist.DistError as missing:
             raise RestartError(
                 f"after {in_words(alarm)} not all ranks came together within {self._patience.meeting_s:.0f} s. A"
                 " process that was killed, or whose node is gone, cannot be brought back from inside the others."
             ) from missing
         incident.done("meeting")
+        if all(other.rank != report.rank for other in reports):
+            raise RestartError(f"after {in_words(alarm)} the other ranks went on without this one, which was late")
         return reports
 
-    def _decide(self, reports: Sequence[Report], error: BaseException, incident: Incident) -> None:
-        incident.faults = [report.fault for report in reports if report.fault is not None]
-        action = self._action(incident.faults)
+    def _decide(self, reports: Sequence[Report], error: BaseException, incident: Incident) -> World | None:
+        """Whether to go on; with fewer ranks if a world is returned."""
+        absent = set(range(self._control.world_size)) - {report.rank for report in reports}
+        incident.faults = self._faults(reports, absent)
+        action, dropped = self._action(incident.faults, reports)
         self._earlier += incident.faults
         if isinstance(action, RestartInProcess):
-            return
+            if not dropped:
+                return self._world_so_far() if self._moving else None
+            if self._control.rank not in dropped:
+                return self._shrink(dropped, incident)
+            action = GiveUp(dropped[self._control.rank])
+            absent = set(dropped)
         self._events.write(GaveUp(faults=incident.faults, reason=action.reason))
         log.error("no restart: %s", action.reason)
         self._number += 1
-        self._leave_groups_usable(reports, incident)
-        is_own = reports[self._control.rank].fault is not None or isinstance(error, ResilienceError)
+        if not absent and self._closed is not None:
+            self._leave_groups_usable(reports, incident)
+        own = next(report for report in reports if report.rank == self._control.rank)
+        is_own = (own.fault is not None and not (own.echo and absent)) or isinstance(error, ResilienceError)
         if isinstance(error, RestartSignal) or not is_own:
             raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
         raise error
@@ -380,10 +434,53 @@ class RestartEngine:
         except RuntimeError as error:  # a rank has left already; the fault itself matters more
             log.warning("the process groups could not be made again: %s", error)
 
-    def _action(self, faults: Sequence[Fault]) -> Action:
-        """The most drastic that any of the faults asks for; nobody here can replace a process."""
+    def _faults(self, reports: Sequence[Report], absent: set[int]) -> list[Fault]:
+        """Of all ranks. When one is gone, that the others got no answer from it is no fault of theirs."""
+        told = [report.fault for report in reports if report.fault is not None and not (absent and report.echo)]
+        step = max(0, *(report.standing.step for report in reports))
+        return told + [lost(rank, step, time.monotonic()) for rank in sorted(absent)]
+
+    def _action(self, faults: Sequence[Fault], reports: Sequence[Report]) -> tuple[Action, dict[int, str]]:
+        """What to do in the end, and with whom not; nobody here can replace a process."""
         actions = [self._policy.decide(fault, self._earlier) for fault in faults]
-        return next((action for action in actions if not isinstance(action, RestartInProcess)), RestartInProcess())
+        dropped = {action.rank: action.reason for action in actions if isinstance(action, DropRank)}
+        dropped |= {report.rank: report.unfit for report in reports if report.unfit}
+        drastic = [action for action in actions if not isinstance(action, (RestartInProcess, DropRank))]
+        if not drastic and dropped:
+            size = self._control.world_size
+            why = why_not_without(dropped, size, self._policy.min_world_size or size)
+            why = why or self._workload.why_not_with(size - len(dropped))
+            if not why and not all(report.trained for report in reports):
+                why = "a rank was lost before all had begun to train. Start the job again"
+            if why:
+                return GiveUp(why), dropped
+        return next(iter(drastic), RestartInProcess()), dropped
+
+    def _shrink(self, dropped: dict[int, str], incident: Incident) -> World:
+        """From the next generation on this is a rank of fewer."""
+        world = world_without(dropped, self._control.rank, self._control.world_size)
+        self._earlier = [replace(fault, rank=world.number(fault.rank)) for fault in self._earlier]
+        incident.world = world
+        self._events.write(Fewer(ranks=world.ranks, dropped={str(rank): why for rank, why in dropped.items()}))
+        for control in (self._control, self._watched):
+            control.renumber(world.rank, world.size)
+        self._events.renumber(world.rank)
+        return world
+
+    def _world_so_far(self) -> World:
+        """The move to it was interrupted, and has to be made again."""
+        return world_without({}, self._control.rank, self._control.world_size)
+
+    def _move(self, world: World, resumption: Resumption, incident: Incident) -> None:
+        """Become a rank of fewer, and go on from an older state."""
+        incident.resumption = resumption
+        self._moving, self._closed = True, None
+        self._group_control = self._control.another()
+        self._workload.move(world, self._group_control.store_for_groups(self._number))
+        incident.done("move")
+        self._workload.restore(resumption)
+        self._moving = False
+        incident.done("restore")
 
     def _restore(self, resumption: Resumption, reports: Sequence[Report], incident: Incident) -> None:
         incident.resumption = resumption

@@ -12,6 +12,7 @@ from lightning_resilience.events import Event
 from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, Resumption
 from lightning_resilience.restart.policy import Fault
 from lightning_resilience.restart.reports import in_words
+from lightning_resilience.restart.world import World
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,15 @@ class Stuck(Event):
     where: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fewer(Event):
+    """Ranks are out for good. ``ranks`` go on, by their old numbers; the position of each is its new one."""
+
+    kind: ClassVar[str] = "fewer_ranks"
+    ranks: Sequence[int]
+    dropped: Mapping[str, str]
+
+
 class Incident:
     """A fault and the restart after it, as one rank saw it.
 
@@ -54,6 +64,7 @@ class Incident:
         rank: Who saw it.
         faults: What stopped which ranks.
         resumption: Where training goes on.
+        world: Who goes on, if some do not.
         phases: Seconds of each phase, in order.
     """
 
@@ -62,6 +73,7 @@ class Incident:
         self.rank = rank
         self.faults: list[Fault] = []
         self.resumption: Resumption | None = None
+        self.world: World | None = None
         self.phases: dict[str, float] = {}
         self._clock = clock
         self._since = clock()

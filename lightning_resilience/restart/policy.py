@@ -107,13 +107,21 @@ class RespawnRank:
 
 
 @dataclass(frozen=True)
+class DropRank:
+    """This rank is out for good; the others go on without it."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """The fault ends the run."""
 
     reason: str
 
 
-Action: TypeAlias = RestartInProcess | RespawnRank | GiveUp
+Action: TypeAlias = RestartInProcess | RespawnRank | DropRank | GiveUp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +142,10 @@ class RestartPolicy:
             that can, or else ends the run. None for any number.
         first_step_escalates: A fault in the first step after a restart means that this process cannot be trusted:
             replace it, if there is a launcher that can.
-        min_world_size: Go on with fewer ranks, down to this many, when one is lost for good. None to need all.
+        min_world_size: Go on with fewer ranks, down to this many, when one is lost for good: its process is gone, or
+            cannot be used any more. None to need all. Whoever has started the ranks must not end the others then.
         keep_global_batch: With fewer ranks accumulate more batches, where that divides evenly, so that an
-            optimizer step sees as many samples as before.
+            optimizer step sees as many samples as before; where it does not, as many as fit.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -175,8 +184,11 @@ class RestartPolicy:
         if reason := self._why_fatal(fault, earlier):
             return GiveUp(reason)
         if reason := self._why_unusable(fault, earlier):
-            respawn = RespawnRank(fault.rank, reason)
-            return respawn if can_respawn else GiveUp(f"{reason}, and nothing here can replace that process")
+            if can_respawn:
+                return RespawnRank(fault.rank, reason)
+            if self.min_world_size is not None:
+                return DropRank(fault.rank, reason)
+            return GiveUp(f"{reason}, and nothing here can replace that process")
         if can_respawn and (reason := self._why_suspicious(fault, earlier)):
             return RespawnRank(fault.rank, reason)
         return RestartInProcess()
@@ -185,7 +197,7 @@ class RestartPolicy:
         recent = self._recent(fault, earlier)
         if fault.kind == "exception" and not self._retries(fault.types):
             return f"{fault.title} is not to be retried"
-        if any(fault.repeats(other) for other in earlier):
+        if fault.kind != "lost" and any(fault.repeats(other) for other in earlier):
             return f"this fault repeats at step {fault.step}; it is not transient"
         if self.max_restarts is not None and len(recent) >= self.max_restarts:
             return f"{_times(len(recent), 'restart')} so far, and max_restarts={self.max_restarts}"
@@ -196,6 +208,8 @@ class RestartPolicy:
 
     def _why_unusable(self, fault: Fault, earlier: Sequence[Fault]) -> str:
         """What rules out that the process of the rank goes on."""
+        if fault.kind == "lost":
+            return fault.title
         if breaks_context(fault):
             return "the error leaves the device context of its process unusable"
         own = sum(other.rank == fault.rank for other in self._recent(fault, earlier)) + 1

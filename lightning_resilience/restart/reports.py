@@ -58,6 +58,8 @@ class Report:
         updated: Whether it has done an update since `fit` began.
         groups: Names of the process groups that it has.
         fault: Its own fault; None if it was only stopped by those of others.
+        echo: Whether the fault only says that another rank did not answer.
+        unfit: Why this rank must not go on; empty if it can.
     """
 
     rank: int
@@ -69,6 +71,8 @@ class Report:
     updated: bool = False
     groups: tuple[str, ...] = ()
     fault: Fault | None = None
+    echo: bool = False
+    unfit: str = ""
 
     def to_json(self) -> str:
         """For the control store."""

@@ -58,6 +58,13 @@ def materialize(module: Module, device: torch.device) -> bool:
     Returns:
         Whether anything was on the meta device.
     """
+    owners = allocate(module, device)
+    _reset_parameters(owners)
+    return bool(owners)
+
+
+def allocate(module: Module, device: torch.device) -> list[Module]:
+    """Give tensors on the meta device memory, with whatever is in it; returns the modules that own them."""
     allocated: dict[torch.Tensor, torch.Tensor] = {}
     owners = []
     for submodule in unsharded_modules(module):
@@ -70,8 +77,7 @@ def materialize(module: Module, device: torch.device) -> bool:
             table[name] = allocated[tensor]
         if empty:
             owners.append(submodule)
-    _reset_parameters(owners)
-    return bool(owners)
+    return owners
 
 
 def unsharded_modules(module: Module) -> Iterator[Module]:

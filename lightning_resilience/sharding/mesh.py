@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -52,6 +52,29 @@ def plan_mesh(options: ShardingOptions, *, world_size: int, num_nodes: int) -> M
             f"this job has {data_parallel}. Pass device_mesh=(replicas, shards) whose product is {data_parallel}."
         )
     return MeshPlan(replicas=replicas, shards=shards, tensor_parallel=tensor_parallel)
+
+
+def options_with_fewer(options: ShardingOptions, *, before: int, now: int, num_nodes: int) -> ShardingOptions:
+    """The options with a mesh for fewer ranks: as many shards as before, and replicas as there are ranks for.
+
+    Args:
+        options: That `before` ranks train with.
+        before: Number of ranks.
+        now: How many there will be.
+        num_nodes: Of the job as it was started.
+
+    Raises:
+        ConfigurationError: The ranks cannot be divided so.
+    """
+    if options.sharding_strategy == "HYBRID_SHARD":
+        shards = plan_mesh(options, world_size=before, num_nodes=num_nodes).shards
+        if now % shards:
+            raise ConfigurationError(
+                f"HYBRID_SHARD with {shards} shards a replica needs a multiple of {shards} ranks, and {now} are left."
+            )
+        options = replace(options, device_mesh=(now // shards, shards))
+    plan_mesh(options, world_size=now, num_nodes=num_nodes)
+    return options
 
 
 @dataclass(frozen=True, kw_only=True)

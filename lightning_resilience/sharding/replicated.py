@@ -18,6 +18,7 @@ from lightning_resilience.sharding.initialize import unsharded_modules
 from lightning_resilience.sharding.mesh import DATA_PARALLEL
 
 _AVERAGED = "_lightning_resilience_averaged"
+_HOOKS = "_lightning_resilience_averaging"
 
 
 def unshardable_parameters(unit: Module) -> set[Parameter]:
@@ -56,7 +57,11 @@ def average_gradients(parameters: set[Parameter], model: Module, mesh: DeviceMes
 
     A sum of gradients that starts with averaged ones may be averaged again: that part is equal on all ranks.
     So it also holds for several backwards before an update, and for the first one after `no_sync` ones.
+    Called again, for another mesh, it takes the place of what it did before.
     """
+    for hook in model.__dict__.pop(_HOOKS, ()):
+        hook.remove()
+    hooks = model.__dict__[_HOOKS] = []
     data_parallel = mesh[DATA_PARALLEL]
     ranks = data_parallel.size()
 
@@ -68,7 +73,8 @@ def average_gradients(parameters: set[Parameter], model: Module, mesh: DeviceMes
     for parameter in parameters:
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter takes no hook, but may be unfrozen later
-        parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]  # torch
+        hook = parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]  # torch
+        hooks.append(hook)
         parameter.requires_grad_(trainable)
         parameter.__dict__[_AVERAGED] = True
 

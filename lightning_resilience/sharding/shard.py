@@ -8,6 +8,7 @@ unit exists in full at a time.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
-from lightning_resilience._torch import is_gathered, map_tensors, put_back_shards, sharded_parameters
+from lightning_resilience._torch import is_gathered, map_tensors, put_back_shards, sharded_parameters, take_apart
 from lightning_resilience.errors import ShardingError
-from lightning_resilience.sharding.initialize import initialize, unsharded_modules
+from lightning_resilience.sharding.initialize import allocate, initialize, unsharded_modules
 from lightning_resilience.sharding.mesh import DATA_PARALLEL, Meshes
 from lightning_resilience.sharding.options import ShardingOptions
 from lightning_resilience.sharding.replicated import average_gradients, is_averaged, unshardable_parameters
@@ -32,6 +34,7 @@ from lightning_resilience.sharding.supported import check_supported
 from lightning_resilience.sharding.wrapping import select_modules, without_split_ties
 
 _SHARDED_WITH = "_lightning_resilience_sharded_with"
+_UNITS = "_lightning_resilience_units"
 
 
 def shard_model(
@@ -61,10 +64,83 @@ def shard_model(
     for module in checkpointed:
         checkpoint_activations(module)
 
+    def begin(module: Module) -> None:
+        initialize(module, device, meshes.job, synchronize=options.sync_module_states)
+
+    inner = list(reversed(without_split_ties(units, model)))
+    _shard_units(model, inner, options, meshes, device, mixed_precision, begin)
+    cast_inputs_of_layers(model, mixed_precision.param_dtype)
+    model.__dict__[_SHARDED_WITH] = (options, mixed_precision)
+
+
+def shard_again(
+    model: Module, options: ShardingOptions, *, meshes: Meshes, device: torch.device
+) -> dict[Parameter, Parameter]:
+    """Shard a model of `shard_model` over other ranks. The values of what was sharded are lost.
+
+    Hooks, modules and their attributes stay; called again after it has failed it makes up for that.
+
+    Args:
+        model: At rest: nothing is gathered.
+        options: What to wrap and how; as before but for the mesh.
+        meshes: From `build_meshes`.
+        device: Where to compute.
+
+    Returns:
+        What has taken the place of each sharded parameter.
+    """
+    asked = sharded_with(model)
+    assert asked is not None
+    units: list[Module] = model.__dict__[_UNITS]
+    before = _sharded_places(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            take_apart(module)
+    hollow: dict[Parameter, Parameter] = {}
+    for module, name, parameter in before:
+        if parameter not in hollow:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            hollow[parameter] = Parameter(empty, requires_grad=parameter.requires_grad)
+        module._parameters[name] = hollow[parameter]
+
+    def begin(module: Module) -> None:
+        allocate(module, device)
+
+    _shard_units(model, units, options, meshes, device, asked[1], begin)
+    model.__dict__[_SHARDED_WITH] = (options, asked[1])
+    return {old: _parameter(module, name) for module, name, old in before}
+
+
+def _sharded_places(model: Module) -> list[tuple[Module, str, Parameter]]:
+    """Which module has which sharded parameter under which name."""
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor) or (parameter is not None and parameter.is_meta)
+    ]
+
+
+def _parameter(module: Module, name: str) -> Parameter:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _shard_units(
+    model: Module,
+    units: list[Module],
+    options: ShardingOptions,
+    meshes: Meshes,
+    device: torch.device,
+    mixed_precision: MixedPrecisionPolicy,
+    begin: Callable[[Module], None],
+) -> None:
+    """`fully_shard` for each of the units, children first, and for the model; `begin` gives each its tensors."""
     replicated: set[Parameter] = set()
 
     def shard(module: Module, policy: MixedPrecisionPolicy) -> None:
-        initialize(module, device, meshes.job, synchronize=options.sync_module_states)
+        begin(module)
         unshardable = unshardable_parameters(module)
         replicated.update(unshardable)
         fully_shard(
@@ -76,12 +152,11 @@ def shard_model(
             ignored_params=unshardable,
         )
 
-    for unit in reversed(without_split_ties(units, model)):
+    for unit in units:
         shard(unit, mixed_precision)
-    cast_inputs_of_layers(model, mixed_precision.param_dtype)
     shard(model, _without_input_cast(mixed_precision))
     average_gradients(replicated, model, meshes.job)
-    model.__dict__[_SHARDED_WITH] = (options, mixed_precision)
+    model.__dict__[_UNITS] = units
 
 
 def sharded_with(model: Module) -> tuple[ShardingOptions, MixedPrecisionPolicy] | None:

@@ -210,6 +210,16 @@ class Snapshots:
         self._release(keep)
         self._run = None
 
+    def leave_world(self) -> None:
+        """This is another rank soon: its snapshots are void."""
+        self._release(keep=False)
+        self._layouts.clear()
+
+    def join_world(self) -> None:
+        """The exchange is that of the new ranks, and all of them have left."""
+        if self._run is not None:
+            self.open(self._run)
+
     def _header(self, step: int, file: SnapshotFile, small: Small, slot: Slot) -> Snapshot:
         assert self._run is not None
         parts = small.put(slot)
