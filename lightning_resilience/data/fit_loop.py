@@ -11,9 +11,10 @@ Without a checkpoint it does what Lightning's own loop does, in the same order. 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
@@ -33,7 +34,7 @@ from lightning_resilience._lightning import (
     total,
 )
 from lightning_resilience.data.commits import Commits
-from lightning_resilience.data.dealing import log_dealing
+from lightning_resilience.data.dealing import Dealing, batch_size_of, log_dealing, rest_of, samples_done
 from lightning_resilience.data.epoch_loop import Batch, ResumableEpochLoop, counts
 from lightning_resilience.data.fetcher import IdleLoader, LaggingFetcher, lagging_if_needed
 from lightning_resilience.data.position import ResumedLoader, begin_next_epoch, generators_of, is_stateful
@@ -41,6 +42,8 @@ from lightning_resilience.data.rank_state import EpochStart, RankState, Restorab
 from lightning_resilience.data.resume_point import Counts, Remaining, ResumePoint, resume_point
 from lightning_resilience.data.rng import RngState, capture_rng, capture_rng_live, restore_rng
 from lightning_resilience.errors import LoadError
+
+log = logging.getLogger(__name__)
 
 Guard = Callable[[Callable[[], None], Callable[[], None]], None]
 """Runs its first argument, and after a fault that it recovers from its second."""
@@ -86,6 +89,7 @@ class ResumableFitLoop(FitLoop):
         super().__init__(trainer, min_epochs, max_epochs)
         self.resume: Resume | None = None
         self._stashed: RankState | None = None
+        self._dealing: Dealing | None = None
         self._epoch_start: EpochStart | None = None
         self._iterators_open = False
         self._advancing = False
@@ -105,6 +109,7 @@ class ResumableFitLoop(FitLoop):
             "loaders": self._loader_states(),
             "metrics": {name: value.cpu() for name, value in callback_metrics(self.trainer).items()},
             "epoch_metrics": self.epoch_loop.capture_epoch_metrics(),
+            "dealing": self._dealing,
         }
 
     def stash_rank_state(self, state: dict[str, Any] | None) -> None:
@@ -324,7 +329,7 @@ class ResumableFitLoop(FitLoop):
         """Repeat what made the iterators of a started epoch, then go to the position in it."""
         point, start = resume.point, resume.saved.epoch_start
         states = self._states_by_loader(resume) if point.batches else {}
-        loaders = [ResumedLoader(dl, point.batches, states.get(id(dl))) for dl in self._loaders]
+        loaders = [self._resumed(loader, point, states.get(id(loader))) for loader in self._loaders]
         if point.epoch > 0:
             for loader in loaders:
                 loader.keep_workers_alive()
@@ -336,6 +341,12 @@ class ResumableFitLoop(FitLoop):
         self._epoch_start = copy.copy(start) or self._epoch_start
         for loader in loaders:
             loader.skip()
+
+    def _resumed(self, loader: Any, point: ResumePoint, state: Any) -> ResumedLoader:
+        dealing = self._dealing
+        if dealing is None or dealing["epoch"] != point.epoch:
+            return ResumedLoader(loader, point.batches, state)
+        return ResumedLoader(loader, point.batches - dealing["batches"], state, rest_of(loader, dealing["samples"]))
 
     def _prepare_next_epoch(self, resume: Resume) -> None:
         """Bring the loaders to where they are after an epoch, if there was one."""
@@ -377,7 +388,8 @@ class ResumableFitLoop(FitLoop):
     def _begin_resume(self) -> None:
         saved = restorable(self._stashed, self.trainer.world_size, self._combined_loader_states_to_load)
         self._combined_loader_states_to_load = []
-        loop, point = self.epoch_loop, self._resume_point()
+        self._dealing = None if self._stashed is None else self._stashed.get("dealing")
+        loop, point = self.epoch_loop, self._redealt(self._resume_point())
         self.resume = Resume(point, saved)
         clear_restarting(self)
         self._restore_metrics(saved)
@@ -386,6 +398,35 @@ class ResumableFitLoop(FitLoop):
         self._settle_epoch_progress(point)
         loop.settle_progress(point)
         self._close_iterators()
+
+    def _redealt(self, point: ResumePoint) -> ResumePoint:
+        """The same place in the epoch, in batches of the present number of ranks.
+
+        The count of batches is such that the epoch ends, as always, when it reaches the length of the loader.
+        """
+        saved, loop = self._stashed, self.epoch_loop
+        ended = loop.batch_progress.is_last_batch and point.exhausted
+        if saved is None or saved["world_size"] == self.trainer.world_size or not point.mid_epoch or ended:
+            return point
+        loader = self._loaders[0] if len(self._loaders) == 1 else None
+        ranks, strategy = saved["world_size"], cast("Any", self.trainer.strategy)
+        if rest_of(loader, 0) is None:
+            if strategy.is_global_zero:
+                log.warning(
+                    "Within this epoch samples may be seen twice or not at all: how the training data is dealt to the"
+                    " ranks is not known, and each rank skips the %d batches that each of %d ranks had done.",
+                    point.batches,
+                    ranks,
+                )
+            return point
+        done = samples_done(self._dealing, point.epoch, point.batches, batch_size_of(cast("Any", loader)), ranks)
+        left = len(cast("Any", rest_of(loader, done)))
+        batches = max(0, len(cast("Any", loader)) - left)
+        self._dealing = {"epoch": point.epoch, "batches": batches, "samples": done}
+        current(loop.batch_progress).processed = batches
+        exhausted = left == 0 or batches >= self.max_batches
+        remaining = point.remaining if batches else Remaining.NOTHING
+        return replace(point, batches=batches, exhausted=exhausted, remaining=remaining)
 
     def _resume_point(self) -> ResumePoint:
         batches = self.epoch_loop.batch_progress

@@ -47,6 +47,7 @@ class _SkippingSampler:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
+        self.first: Any = None
         self.count = 0
         self.latest: SkippingIterator | None = None
 
@@ -57,7 +58,8 @@ class _SkippingSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self.latest = SkippingIterator(iter(self._sampler), self.count)
+        source = self._sampler if self.first is None else self.first
+        self.latest = SkippingIterator(iter(source), self.count)
         return self.latest
 
 
@@ -70,13 +72,15 @@ class ResumedLoader:
         loader: any iterable of batches.
         count: batches that were already consumed.
         state: what ``loader.state_dict()`` gave after ``count`` batches, if it has one.
+        instead: what takes the place of its sampler (of its batch sampler, if it has one) in that pass.
     """
 
-    def __init__(self, loader: Any, count: int, state: Any = None) -> None:
+    def __init__(self, loader: Any, count: int, state: Any = None, instead: Any = None) -> None:
         self.loader = loader
         self._count = count
         self._sampler = _SkippingSampler(_sampler_of(loader)) if skips_without_loading(loader) else None
         self._drawn: SkippingIterator | None = None
+        self._instead = instead
         if state is not None:
             loader.load_state_dict(state)
             self._count = 0
@@ -96,6 +100,7 @@ class ResumedLoader:
     def __iter__(self) -> Iterator[Any]:
         count, self._count = self._count, 0
         if self._sampler is not None:
+            self._sampler.first, self._instead = self._instead, None
             return self._iterate(count)
         if count == 0:
             return iter(self.loader)
@@ -114,7 +119,7 @@ class ResumedLoader:
         self._sampler.count = count  # for the whole construction: with workers it iterates the sampler twice
         with _sampler_replaced(self.loader, self._sampler):
             iterator: Iterator[Any] = iter(self.loader)
-        self._sampler.count = 0
+        self._sampler.count, self._sampler.first = 0, None
         return iterator
 
 

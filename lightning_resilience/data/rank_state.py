@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
+from typing_extensions import NotRequired
 
+from lightning_resilience.data.dealing import Dealing
 from lightning_resilience.data.epoch_metrics import EpochMetrics
 from lightning_resilience.data.rng import RngState
 
@@ -40,6 +42,7 @@ class RankState(TypedDict):
     loaders: list[Any]
     metrics: dict[str, torch.Tensor]
     epoch_metrics: EpochMetrics
+    dealing: NotRequired[Dealing | None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,15 @@ def restorable(state: RankState | None, world_size: int, common_loader_states: l
     if state is None:
         log.info("The checkpoint holds no state per rank: random number generators were not restored.")
         return Restorable(loaders=common_loader_states)
-    if state["world_size"] != world_size:
+    if state["world_size"] > world_size:
+        log.warning(
+            "The checkpoint was written by %d ranks and is resumed by %d: each goes on with the random numbers of the"
+            " rank of its number, and metrics of this epoch are of what comes now.",
+            state["world_size"],
+            world_size,
+        )
+        return Restorable(state["rng"], state["epoch_start"], common_loader_states, state["metrics"])
+    if state["world_size"] < world_size:
         log.warning(
             "The checkpoint was written by %d ranks and is resumed by %d: random number generators were not restored.",
             state["world_size"],

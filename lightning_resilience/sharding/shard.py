@@ -67,9 +67,11 @@ def shard_model(
     def begin(module: Module) -> None:
         initialize(module, device, meshes.job, synchronize=options.sync_module_states)
 
+    def cast() -> None:
+        cast_inputs_of_layers(model, mixed_precision.param_dtype)
+
     inner = list(reversed(without_split_ties(units, model)))
-    _shard_units(model, inner, options, meshes, device, mixed_precision, begin)
-    cast_inputs_of_layers(model, mixed_precision.param_dtype)
+    _shard_units(model, inner, options, meshes, device, mixed_precision, begin, cast)
     model.__dict__[_SHARDED_WITH] = (options, mixed_precision)
 
 
@@ -106,7 +108,7 @@ def shard_again(
     def begin(module: Module) -> None:
         allocate(module, device)
 
-    _shard_units(model, units, options, meshes, device, asked[1], begin)
+    _shard_units(model, units, options, meshes, device, asked[1], begin, lambda: None)
     model.__dict__[_SHARDED_WITH] = (options, asked[1])
     return {old: _parameter(module, name) for module, name, old in before}
 
@@ -135,6 +137,7 @@ def _shard_units(
     device: torch.device,
     mixed_precision: MixedPrecisionPolicy,
     begin: Callable[[Module], None],
+    before_model: Callable[[], None],
 ) -> None:
     """`fully_shard` for each of the units, children first, and for the model; `begin` gives each its tensors."""
     replicated: set[Parameter] = set()
@@ -154,6 +157,7 @@ def _shard_units(
 
     for unit in units:
         shard(unit, mixed_precision)
+    before_model()
     shard(model, _without_input_cast(mixed_precision))
     average_gradients(replicated, model, meshes.job)
     model.__dict__[_UNITS] = units
