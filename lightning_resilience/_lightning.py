@@ -48,8 +48,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch.distributed import HashStore
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_resilience.data.dealing import Rest, deal, rest_of, samples_done
@@ -90,7 +92,7 @@ def test_what_was_dealt_before_and_the_rest_are_the_epoch(shuffle: bool) -> None
     data = TensorDataset(torch.arange(24))
     done = []
     for rank in range(4):
-        sampler = DistributedSampler(data, 4, rank, shuffle=shuffle, seed=5)
+        sampler: DistributedSampler[Any] = DistributedSampler(data, 4, rank, shuffle=shuffle, seed=5)
         sampler.set_epoch(3)
         done += list(sampler)[:2]
     rest = []
@@ -111,7 +113,7 @@ def test_samplers_of_other_kinds_are_left_alone() -> None:
     assert rest_of(DataLoader(data, batch_size=2), 4) is None
     assert rest_of(DataLoader(data, batch_size=2, sampler=Own(data, 2, 0)), 4) is None
     batches = rest_of(DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0, shuffle=False)), 4)
-    assert list(batches or ())[0] == [4, 6]
+    assert next(iter(batches or ())) == [4, 6]
 
 
 def test_samples_of_an_epoch_are_counted_over_several_dealings() -> None:
@@ -123,7 +125,7 @@ def test_samples_of_an_epoch_are_counted_over_several_dealings() -> None:
 
 def test_rank_0_says_who_is_there() -> None:
     """Whoever comes too late finds out that the others go on without it."""
-    store = HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not in __all__
     reports = [Report(rank=rank, standing=Standing(step=3, stage=0)) for rank in range(3)]
     first, late = (Generation(store, 0, rank, 3) for rank in (0, 2))
     store.set("generation/0/report/1", reports[1].to_json())
