@@ -12,7 +12,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -220,6 +220,25 @@ def file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+def _without_copies(layouts: Sequence[ShardLayout]) -> list[ShardLayout]:
+    """Of a piece that several ranks have, the first one's: a checkpoint refers to each piece once.
+
+    With tensor parallelism a parameter may be sharded over a mesh of some ranks, and others have it as well.
+    """
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    result = []
+    for layout in layouts:
+        chunks = []
+        for chunk in layout.chunks:
+            is_nothing = math.prod(chunk.shape) == 0 and math.prod(chunk.global_shape) > 0
+            if is_nothing or (chunk.name, chunk.offsets) in seen:
+                continue
+            seen.add((chunk.name, chunk.offsets))
+            chunks.append(chunk)
+        result.append(replace(layout, chunks=tuple(chunks)))
+    return result
+
+
 class GlobalLayout:
     """The metadata of all ranks' files; rank 0 has it and it changes only when a layout does.
 
@@ -236,7 +255,7 @@ class GlobalLayout:
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, Any] = {}
         self._same: dict[Any, Any] = {}
-        for layout in layouts:
+        for layout in _without_copies(layouts):
             for chunk in layout.chunks:
                 self._add(chunk, file_name(layout.rank))
         for name, tensor in self._tensors.items():

@@ -134,7 +134,8 @@ class Writer:
     def _attach(self, path: str) -> None:
         self._detach()
         if path:
-            self._arena = Arena(path)
+            with contextlib.suppress(FileNotFoundError):  # its rank gave it up before this process had started
+                self._arena = Arena(path)
 
     def _detach(self) -> None:
         arena, self._arena = self._arena, None

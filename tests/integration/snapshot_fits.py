@@ -11,10 +11,18 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, newest_checkpoint
+from lightning_resilience.checkpoint.commit import CommitClock
+from lightning_resilience.checkpoint.messages import Rescue
+from lightning_resilience.checkpoint.snapshots.leftovers import remove_run
+from lightning_resilience.checkpoint.snapshots.rescue import rescue
+from lightning_resilience.checkpoint.snapshots.run import read_run
+from lightning_resilience.checkpoint.storage import place_for
 from tests.integration.fits import Net, loader
 
 
@@ -53,9 +61,25 @@ class Manual(Net):
         return loss
 
 
+class Parallel(Net):
+    """Its first layer is split over the ranks by columns, its second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
 def make_strategy(kind: str) -> Strategy:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
+    if kind == "hsdp":
+        return ResilientFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1), restart=None)
+    if kind == "tensor parallel":
+        return ResilientFSDPStrategy(tensor_parallel_size=2, restart=None)
     return ResilientFSDPStrategy(state_dict_type="full" if kind == "full" else "sharded", restart=None)
 
 
@@ -100,6 +124,26 @@ def fit(folder: Path, path: str | None, model: type[Net] = Net, **arguments: Any
     }
 
 
+def rescue_it(folder: Path) -> str | None:
+    """What the writers do when both ranks are gone, and then the memory is lost."""
+    run, rank = read_run(place_for(folder)), int(os.environ["RANK"])
+    assert run is not None
+    rescue(Rescue(str(folder), "/dev/shm", run.id, run.start, run.base_ns, rank, 2, 60.0), CommitClock())
+    dist.barrier()
+    remove_run("/dev/shm", f"{run.id}-rank{rank}")
+    return newest_checkpoint(folder, wait_s=0.0)
+
+
+def fits_of(kind: str, folder: Path, model: type[Net] = Net) -> dict[str, Any]:
+    """Undisturbed; from memory after a crash; from what was rescued after another."""
+    results = {f"{kind}, whole": fit(folder.with_suffix(".whole"), None, model, kind=kind, every=None)}
+    newest_checkpoint(folder)
+    results[kind] = fit(folder, None, model, kind=kind, crash=3, save_every=100)
+    results[f"{kind}, again"] = fit(folder, None, model, kind=kind, crash=6, save_every=100)
+    results[f"{kind}, rescued"] = fit(folder, rescue_it(folder), model, kind=kind, save_every=100)
+    return results
+
+
 def left_in_memory() -> int:
     """Files of this rank; the other may be a moment behind."""
     mine = f"-rank{os.environ['RANK']}-"
@@ -135,5 +179,7 @@ def main() -> None:
     newest_checkpoint(automatic)
     results["auto"] = fit(automatic, None, crash=6, every="auto", save_every=100)
     results["auto, again"] = fit(automatic, None, every="auto", save_every=100)
+    results |= fits_of("hsdp", root / "hsdp")
+    results |= fits_of("tensor parallel", root / "tensor-parallel", Parallel)
     results["ddp"] = fit(root / "ddp", None, kind="ddp")
     (root / f"{os.environ['RANK']}.json").write_text(json.dumps(results))

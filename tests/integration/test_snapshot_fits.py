@@ -34,6 +34,12 @@ def job(stem: Stem, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict
         ("manual, again", 4, False),
         ("auto", 1, True),
         ("auto, again", 6, False),  # one is taken after five steps
+        ("hsdp", 1, True),
+        ("hsdp, again", 4, True),
+        ("hsdp, rescued", 7, False),
+        ("tensor parallel", 1, True),
+        ("tensor parallel, again", 4, True),
+        ("tensor parallel, rescued", 7, False),
     ],
 )
 def test_where_a_fit_goes_on(job: tuple[list[dict[str, Any]], str], name: str, first: int, in_memory: bool) -> None:
@@ -42,7 +48,8 @@ def test_where_a_fit_goes_on(job: tuple[list[dict[str, Any]], str], name: str, f
         result = results[name]
         assert result["first"] == first, output[-4000:]
         assert bool(result["in_memory"]) is in_memory
-        expected = results["manual, whole" if name.startswith("manual") else "reference"]["losses"]
+        kind = name.split(",")[0]
+        expected = results[f"{kind}, whole" if f"{kind}, whole" in results else "reference"]["losses"]
         assert result["losses"] == {step: expected[step] for step in result["losses"]}, "the same bits"
         if not result["error"]:
             assert max(map(int, result["losses"])) == 12

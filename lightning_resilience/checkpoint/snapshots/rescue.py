@@ -11,13 +11,12 @@ it notices (the header changes before the first byte does) and gives up, as the 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_resilience.checkpoint.attempts import RESCUE, Pulse, Record, attempt_of
 from lightning_resilience.checkpoint.candidates import META, METADATA, RANK_FILE
@@ -148,23 +147,7 @@ def metadata(layouts: Sequence[ShardLayout], held: _Held, folder: str) -> bytes:
     """
     start = held.snapshot.parts[VALUES].offset
     values = [(name, way, start + offset, size) for name, way, offset, size in value_places(held.part(VALUES))]
-    return GlobalLayout(without_copies(layouts)).encode(tuple(values), folder)
-
-
-def without_copies(layouts: Sequence[ShardLayout]) -> list[ShardLayout]:
-    """Of a piece that several ranks have, the first one's: a checkpoint refers to each piece once."""
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    result = []
-    for layout in layouts:
-        chunks = []
-        for chunk in layout.chunks:
-            is_nothing = math.prod(chunk.shape) == 0 and math.prod(chunk.global_shape) > 0
-            if is_nothing or (chunk.name, chunk.offsets) in seen:
-                continue
-            seen.add((chunk.name, chunk.offsets))
-            chunks.append(chunk)
-        result.append(replace(layout, chunks=tuple(chunks)))
-    return result
+    return GlobalLayout(layouts).encode(tuple(values), folder)
 
 
 def _write(order: Rescue, directory: Place, held: _Held, whole: bytes) -> None:
