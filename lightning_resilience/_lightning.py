@@ -16,6 +16,7 @@ import fsspec
 import torch
 from fsspec.utils import get_protocol
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.init import _materialize_distributed_module
@@ -39,6 +40,9 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -598,6 +602,44 @@ def forget_loaders(loop: _FitLoop) -> None:
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
     loop._combined_loader = loop._data_fetcher = None
+
+
+class PatientObserver(_ChildProcessObserver):
+    """Watches the processes that Lightning has started; ends all when one fails, unless the others can go on.
+
+    Args:
+        processes: All but this one.
+        can_spare: Whether the others go on without so many; asked at each failure.
+    """
+
+    def __init__(self, processes: Sequence[Any], can_spare: Callable[[int], bool]) -> None:
+        super().__init__(os.getpid(), list(processes))
+        self._can_spare = can_spare
+        self._spared = 0
+
+    def _run(self) -> bool:
+        failed = [process for process in self._child_processes if process.poll()]
+        if failed and self._can_spare(self._spared + len(failed)):
+            self._spared += len(failed)
+            self._child_processes = [process for process in self._child_processes if process not in failed]
+        return super()._run()
+
+
+def observe_patiently(launcher: _Launcher, can_spare: Callable[[int], bool]) -> None:
+    """Let the next launch be watched by a `PatientObserver`, if it starts processes.
+
+    `_SubprocessScriptLauncher.launch` (2.0 on) starts its own observer by a function of its module.
+    """
+    if not isinstance(launcher, _SubprocessScriptLauncher) or launcher.cluster_environment.creates_processes_externally:
+        return
+    name, functions = "_launch_process_observer", vars(subprocess_script)
+    original = functions[name]
+
+    def launch_process_observer(processes: list[Any]) -> None:
+        functions[name] = original
+        PatientObserver(processes, can_spare).start()
+
+    functions[name] = launch_process_observer
 
 
 def abandon_evaluation(loop: _EvaluationLoop) -> list[Any]:

@@ -127,6 +127,13 @@ class RestartingStrategy(SnapshottingStrategy):
             patience=self.patience,
         )
 
+    def can_spare(self, failed: int) -> bool:
+        """Whether training goes on without so many of the processes that there were at first. Called by any thread."""
+        least = self.restart.min_world_size if self.restart is not None else None
+        if least is None or self._engine is None or not self._engine.training:
+            return False
+        return self.num_nodes * self.num_processes - failed >= least
+
     def guard_training(self) -> None:
         """Training will be guarded by itself, and goes on from commits. Called at the end of `setup`."""
         if self._engine is None:
@@ -315,6 +322,8 @@ class RestartLauncher(_Launcher):
         run = partial(self._run, function)
         if self._inner is None:
             return run(*args, **kwargs)
+        if self._strategy.restart is not None and self._strategy.restart.min_world_size is not None:
+            _lightning.observe_patiently(self._inner, self._strategy.can_spare)
         return self._inner.launch(run, *args, trainer=trainer, **kwargs)
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

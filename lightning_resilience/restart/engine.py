@@ -233,6 +233,11 @@ class RestartEngine:
         """The number of the generation that runs."""
         return self._number
 
+    @property
+    def training(self) -> bool:
+        """Whether this rank has begun to train."""
+        return self._training
+
     # --- the guarded part: setting up, then training
 
     def leave(self) -> None:

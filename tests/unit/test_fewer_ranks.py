@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_resilience._lightning import PatientObserver
 from lightning_resilience.data.dealing import Rest, deal, rest_of, samples_done
 from lightning_resilience.errors import ConfigurationError
 from lightning_resilience.restart.control import Generation
@@ -131,3 +132,36 @@ def test_rank_0_says_who_is_there() -> None:
     store.set("generation/0/report/1", reports[1].to_json())
     assert first.report_present(reports[0], timeout_s=0.05) == reports[:2]
     assert late.report_present(reports[2], timeout_s=0.05) == reports[:2]
+
+
+class Process:
+    """A process that ends with a code."""
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, signal: int) -> None:
+        self.signals.append(signal)
+
+
+def test_lightning_ends_the_others_only_when_they_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, signal: killed.append(pid))
+    processes, least = [Process() for _ in range(3)], [2]
+    observer = PatientObserver(processes, lambda failed: 4 - failed >= least[0])
+    processes[0].returncode = -9
+    assert not observer._run()
+    processes[1].returncode = 1
+    assert not observer._run()
+    assert not killed
+    least[0] = 4  # training is over: nobody is spared any more, but those that were stay so
+    assert not observer._run()
+    processes[2].returncode = 1
+    assert observer._run()
+    assert len(killed) == len(processes[2].signals) == 1
