@@ -29,7 +29,16 @@ from lightning_resilience._lightning import (
     progress_trackers,
     training_results,
 )
-from lightning_resilience.data.keeping import PLAIN, Copies, PutBack, is_plain, keep, keep_dict, keep_uncounted
+from lightning_resilience.data.keeping import (
+    PLAIN,
+    Copies,
+    PutBack,
+    is_plain,
+    keep,
+    keep_dict,
+    keep_entries,
+    keep_uncounted,
+)
 
 if TYPE_CHECKING:
     from lightning_resilience.data.fit_loop import Resume
@@ -117,7 +126,7 @@ class Parts:
     """What holds state, found by walking through loops and modules; done once an epoch."""
 
     trackers: list[dict[str, Any]]
-    loops: list[dict[str, Any]]
+    loops: list[tuple[dict[str, Any], list[str]]]
     modules: list[nn.Module]
     with_buffers: list[nn.Module]
     metrics: list[tuple[Metric, tuple[str, ...]]]
@@ -127,7 +136,7 @@ class Parts:
         modules = list(trainer.lightning_module.modules())
         return cls(
             trackers=[vars(tracker) for tracker in progress_trackers(trainer.fit_loop)],
-            loops=[vars(loop) for loop in all_loops(trainer.fit_loop)],
+            loops=[(vars(loop), _plain_names(vars(loop))) for loop in all_loops(trainer.fit_loop)],
             modules=modules,
             with_buffers=[module for module in modules if module._buffers],
             metrics=[(one, (*one._defaults, *_METRIC_STATE)) for one in modules if isinstance(one, Metric)],
@@ -159,16 +168,20 @@ def keep_trainer(trainer: Trainer, found: Parts, copies: Copies) -> Iterator[Put
 
 
 def _loops(found: Parts) -> PutBack:
-    trackers = [(attributes, attributes.copy()) for attributes in found.trackers]
-    scalars = [_scalars(attributes) for attributes in found.loops]
+    trackers = [attributes.copy() for attributes in found.trackers]
+    loops = [[attributes[name] for name in names] for attributes, names in found.loops]
 
     def put_back() -> None:
-        for attributes, values in trackers:
+        for attributes, values in zip(found.trackers, trackers, strict=True):
             attributes.update(values)
-        for part in scalars:
-            part()
+        for (attributes, names), scalars in zip(found.loops, loops, strict=True):
+            attributes.update(zip(names, scalars, strict=True))
 
     return put_back
+
+
+def _plain_names(attributes: dict[str, Any]) -> list[str]:
+    return [name for name, value in attributes.items() if type(value) in PLAIN]
 
 
 def _scalars(attributes: dict[str, Any]) -> PutBack:
@@ -190,7 +203,7 @@ def _trainer_scalars(trainer: Trainer) -> PutBack:
 def _results(results: ResultCollection | None, copies: Copies) -> PutBack:
     if results is None:
         return lambda: None
-    kept = [(key, metric, _attributes(metric, _RESULT_STATE, copies)) for key, metric in results.items()]
+    kept = [(key, metric, keep_entries(vars(metric), _RESULT_STATE, copies)) for key, metric in results.items()]
 
     def put_back() -> None:
         results.clear()
@@ -201,22 +214,11 @@ def _results(results: ResultCollection | None, copies: Copies) -> PutBack:
     return put_back
 
 
-def _attributes(owner: Any, names: tuple[str, ...], copies: Copies) -> PutBack:
-    attributes = vars(owner)
-    parts = {name: keep(attributes[name], copies) for name in names if name in attributes}
-
-    def put_back() -> None:
-        for name, part in parts.items():
-            attributes[name] = part()
-
-    return put_back
-
-
 def keep_modules(found: Parts, copies: Copies) -> PutBack:
     """Buffers, metrics, and which modules are in training mode."""
     modes = [module.training for module in found.modules]
     buffers = [_buffers(module, copies) for module in found.with_buffers]
-    metrics = [_attributes(metric, names, copies) for metric, names in found.metrics]
+    metrics = [keep_entries(vars(metric), names, copies) for metric, names in found.metrics]
 
     def put_back() -> None:
         for module, mode in zip(found.modules, modes, strict=True):
@@ -237,8 +239,7 @@ def _callback(callback: Callback, copies: Copies) -> PutBack:
     """All plain attributes; the rest through `state_dict`, if a class of the user's has that."""
     attributes = vars(callback)
     plain = keep_dict(attributes, copies)
-    has_own = type(callback).state_dict is not Callback.state_dict and not is_lightning_class(type(callback))
-    if not has_own or all(map(is_plain, attributes.values())):
+    if not _has_own_state(type(callback)) or all(map(is_plain, attributes.values())):
         return plain
     rest = _through_state_dict(callback, copies)
 
@@ -247,6 +248,10 @@ def _callback(callback: Callback, copies: Copies) -> PutBack:
         rest()
 
     return put_back
+
+
+def _has_own_state(kind: type[Callback]) -> bool:
+    return kind.state_dict is not Callback.state_dict and not is_lightning_class(kind)
 
 
 def _through_state_dict(owner: Any, copies: Copies) -> PutBack:

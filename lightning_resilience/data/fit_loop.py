@@ -462,7 +462,7 @@ class ResumableFitLoop(FitLoop):
         fetcher = self._data_fetcher
         if isinstance(fetcher, LaggingFetcher) and fetcher.states is not None:
             return fetcher.states
-        return [] if self._combined_loader is None else self._combined_loader._state_dicts()
+        return [loader.state_dict() for loader in self._loaders if is_stateful(loader)]
 
     def _load_combined_loader_states(self) -> None:
         """Called by ``setup_data`` just before it makes iterators: hide the loaders from that."""

@@ -7,8 +7,8 @@ Anything else is kept by reference only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtyp
 
 PutBack = Callable[[], Any]
 """Puts a value back into its object and returns that object."""
+
+
+Keeper: TypeAlias = "Callable[[Any, Copies], PutBack]"
+"""Remembers a value of one kind."""
 
 
 class Copies:
@@ -44,28 +48,25 @@ class Copies:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to; -1 if torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return -1
 
 
 def keep(value: Any, copies: Copies) -> PutBack:
     """Remember `value` now."""
-    kind = type(value)
-    if kind in PLAIN:
-        return lambda: value
-    if isinstance(value, Tensor):
-        return keep_tensor(value, copies)
-    if kind is list:
-        return _keep_list(value, copies)
-    if kind is dict:
-        return keep_dict(value, copies)
-    if kind is set:
-        return _keep_set(value)
-    if kind is tuple:
-        parts = [keep(item, copies) for item in value]
-        return lambda: _same_tuple(value, [part() for part in parts])
-    if isinstance(value, nn.Module):
-        return _keep_module(value, copies)
-    return lambda: value
+    keeper = _keeper_of(type(value))
+    return (lambda: value) if keeper is None else keeper(value, copies)
+
+
+def _keeper_of(kind: type) -> Keeper | None:
+    """How values of a type are remembered; None if the reference is all."""
+    if kind not in _KEEPERS:
+        _KEEPERS[kind] = keep_tensor if issubclass(kind, Tensor) else None
+        if issubclass(kind, nn.Module):
+            _KEEPERS[kind] = _keep_module
+    return _KEEPERS[kind]
 
 
 def keep_tensor(tensor: Tensor, copies: Copies, *, counted: bool = True) -> PutBack:
@@ -87,7 +88,7 @@ def keep_tensor(tensor: Tensor, copies: Copies, *, counted: bool = True) -> PutB
     return put_back
 
 
-def keep_dict(table: dict[Any, Any], copies: Copies, leave: Iterable[Any] = ()) -> PutBack:
+def keep_dict(table: dict[Any, Any], copies: Copies, leave: Sequence[Any] = ()) -> PutBack:
     """Remember the contents of a dictionary, and of what is in it.
 
     Args:
@@ -95,21 +96,42 @@ def keep_dict(table: dict[Any, Any], copies: Copies, leave: Iterable[Any] = ()) 
         copies: Where copies of tensors come from.
         leave: Keys that are not touched.
     """
-    left = set(leave)
-    plain = {key: value for key, value in table.items() if type(value) in PLAIN}
-    rest = {key: keep(value, copies) for key, value in table.items() if key not in plain and key not in left}
+    kept = table.copy()
+    for key in leave:
+        kept.pop(key, None)
+    deep = _deep(kept, copies)
 
     def put_back() -> dict[Any, Any]:
-        for key in [key for key in table if key not in plain and key not in rest and key not in left]:
+        for key in [key for key in table if key not in kept and key not in leave]:
             del table[key]
-        for key, value in plain.items():
-            if key not in left:
-                table[key] = value
-        for key, part in rest.items():
+        table.update(kept)
+        for key, part in deep:
             table[key] = part()
         return table
 
     return put_back
+
+
+def keep_entries(table: dict[str, Any], names: Iterable[str], copies: Copies) -> PutBack:
+    """Remember some entries of a dictionary, as far as they are there."""
+    kept = {name: table[name] for name in names if name in table}
+    deep = _deep(kept, copies)
+
+    def put_back() -> None:
+        table.update(kept)
+        for name, part in deep:
+            table[name] = part()
+
+    return put_back
+
+
+def _deep(kept: dict[Any, Any], copies: Copies) -> list[tuple[Any, PutBack]]:
+    """Those entries of which the reference is not all."""
+    return [
+        (key, keeper(value, copies))
+        for key, value in kept.items()
+        if type(value) not in PLAIN and (keeper := _keeper_of(type(value))) is not None
+    ]
 
 
 def keep_uncounted(table: dict[str, Tensor | None]) -> PutBack:
@@ -141,7 +163,7 @@ def _keep_list(items: list[Any], copies: Copies) -> PutBack:
     return put_back
 
 
-def _keep_set(items: set[Any]) -> PutBack:
+def _keep_set(items: set[Any], copies: Copies) -> PutBack:
     content = frozenset(items)
 
     def put_back() -> set[Any]:
@@ -150,6 +172,13 @@ def _keep_set(items: set[Any]) -> PutBack:
         return items
 
     return put_back
+
+
+def _keep_tuple(items: tuple[Any, ...], copies: Copies) -> PutBack:
+    if all(type(item) in PLAIN for item in items):
+        return lambda: items
+    parts = [keep(item, copies) for item in items]
+    return lambda: _same_tuple(items, [part() for part in parts])
 
 
 def _keep_module(module: nn.Module, copies: Copies) -> PutBack:
@@ -166,3 +195,11 @@ def _keep_module(module: nn.Module, copies: Copies) -> PutBack:
 def _same_tuple(original: Any, items: list[Any]) -> Any:
     """The tuple itself if its items are the ones it had, which they are unless it was made anew."""
     return original if all(a is b for a, b in zip(original, items, strict=True)) else tuple(items)
+
+
+_KEEPERS: dict[type, Keeper | None] = {  # and every other type that was met: it is asked some hundred times a step
+    list: _keep_list,
+    dict: keep_dict,
+    set: _keep_set,
+    tuple: _keep_tuple,
+}

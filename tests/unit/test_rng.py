@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_resilience.data.rng import capture_rng, restore_rng
+from lightning_resilience.data.rng import capture_rng, capture_rng_live, restore_rng
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -86,3 +87,36 @@ def test_named_generators_are_restored() -> None:
 def test_cuda_state_is_ignored_without_cuda() -> None:
     assert "cuda" not in capture_rng()
     restore_rng({**capture_rng(), "cuda": torch.zeros(16, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: np.random.rand(),
+        lambda: np.random.randn(),  # the first gives one normal number of two, the second the other
+        lambda: np.random.seed(7),
+        lambda: np.random.rand(624),
+    ],
+)
+def test_a_live_state_is_never_an_older_one(draw: Callable[[], object]) -> None:
+    for _ in range(4):
+        state = capture_rng_live()
+        expected = np.random.randn(3)
+        restore_rng(state)
+        assert np.array_equal(np.random.randn(3), expected)
+        restore_rng(state)
+        capture_rng_live()
+        draw()
+
+
+def test_a_live_state_of_a_generator_that_was_exchanged() -> None:
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    try:
+        capture_rng_live()
+        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
+        state = capture_rng_live()
+        expected = np.random.rand()
+        restore_rng(state)
+        assert np.random.rand() == expected
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
