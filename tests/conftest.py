@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.servers.s3 import S3Server
 from tests.servers.sftp import SftpServer
@@ -69,6 +70,14 @@ def leaves_nothing_behind() -> Iterator[None]:
     os.environ.update(environment)
     assert not left, f"left behind: {left}"
     assert not changed, f"environment variables changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def an_empty_memory_file_system() -> Iterator[None]:
+    """``memory://`` is one for the whole process: what a test puts there must not meet the next one."""
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="session")
