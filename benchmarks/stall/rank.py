@@ -1,6 +1,7 @@
 """One training process of the benchmark: ``python -m benchmarks.stall.rank OPTIONS``, with its place in ``RANK``.
 
-Saves by all methods in turn, round after round, so that whatever else the machine does hits all of them alike.
+Saves by all methods round after round, each round in another order: whatever else the machine does, and whatever
+one method leaves behind for the next, hits all of them alike.
 Training-like steps run before each save and until it is durable.
 """
 
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from statistics import median
 
 import torch
@@ -107,8 +109,7 @@ class Measurement:
             now = time.monotonic()
             if not self._agree(round_number < _FEWEST_ROUNDS or now - began + longest < self._options.budget_s):
                 break
-            turn = round_number % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in Random(round_number).sample(names, len(names)):  # no method always runs after the same one
                 yield self._measure(name, round_number)
             if round_number > 0:  # in the first one the peers' processes start
                 longest = max(longest, time.monotonic() - now)
