@@ -27,7 +27,7 @@ from lightning_resilience.checkpoint.backpressure import POLICIES, OnBusy
 from lightning_resilience.checkpoint.candidates import newest_in
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
 from lightning_resilience.checkpoint.envelope import archive
-from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.exchange import Alone, Exchange, gather_json
 from lightning_resilience.checkpoint.history import SaveCounts, SaveReport, Verdict
 from lightning_resilience.checkpoint.interval import ASSUMED_MTBF_S, IntervalAdvice
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, weights_only_error
@@ -360,7 +360,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def tell(self, trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         """See ``keeper.Saver``."""
         if not isinstance(self._exchange, Alone):
-            told: dict[str, Any] = json.loads(self._exchange.all_gather(json.dumps(message).encode())[0])
+            told: dict[str, Any] = gather_json(self._exchange, message)[0]
             return told
         return trainer.strategy.broadcast(message) if trainer.world_size > 1 else message
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from lightning_resilience import _lightning
 from lightning_resilience._torch import map_tensors
 from lightning_resilience.checkpoint.candidates import META, RANK_FILE
 from lightning_resilience.checkpoint.envelope import archive
-from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange, together
+from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange, gather_json, together
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, RANK_STATES, Target, apply_optimizers, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
@@ -54,11 +53,17 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         if self.world_size > 1 and isinstance(self._exchange, Alone):
-            self._exchange = GroupExchange(dist.new_group(backend="gloo", timeout=self._timeout))
+            self._exchange = self._make_exchange(self.world_size)
         if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             self.checkpoint_io.connect(self._exchange)
         install(self._trainer)
         _lightning.agree_on_resume(self._trainer, self._agreed_resume_path)
+
+    def _make_exchange(self, world_size: int) -> Exchange:
+        """Of so many ranks, which are all there are; a collective."""
+        if world_size == 1:
+            return Alone()
+        return GroupExchange(dist.new_group(backend="gloo", timeout=self._timeout))
 
     @override
     def on_train_start(self) -> None:
@@ -250,7 +255,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     def _agreed_resume_path(self, path: str | None) -> str | None:
         """Rank 0's, which every rank must be able to follow."""
-        paths = [json.loads(answer) for answer in self._exchange.all_gather(json.dumps(path).encode())]
+        paths = gather_json(self._exchange, path)
         if paths[0] is None and any(paths):
             rank = next(rank for rank, other in enumerate(paths) if other)
             raise LoadError(

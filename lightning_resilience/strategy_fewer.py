@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 
-import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch_groups import Store
-from lightning_resilience.checkpoint.exchange import Alone, GroupExchange
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.restart.world import World, accumulation
 from lightning_resilience.strategy_restarts import RestartingStrategy
@@ -31,9 +29,7 @@ class FewerRanksStrategy(RestartingStrategy):
         if loop.commits is not None:
             loop.commits.abandon()
         self._begin_groups(world, store)
-        self._exchange = Alone()
-        if world.size > 1:
-            self._exchange = GroupExchange(dist.new_group(backend="gloo", timeout=self._timeout))
+        self._exchange = self._make_exchange(world.size)
         if isinstance(plugin, AsyncCheckpointIO):
             plugin.join_world(self._exchange)
         self._shard_again(world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
@@ -22,8 +21,8 @@ from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch import forget_interrupted_batch
 from lightning_resilience._torch_groups import Groups, Store
 from lightning_resilience.beginning import Beginning
-from lightning_resilience.checkpoint.exchange import GroupExchange
-from lightning_resilience.checkpoint.snapshots.start import newest_whole
+from lightning_resilience.checkpoint.exchange import GroupExchange, gather_json
+from lightning_resilience.checkpoint.snapshots.start import held_by_all, newest_whole
 from lightning_resilience.checkpoint.snapshots.stored import newest_stored
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import installed_loop
@@ -260,11 +259,12 @@ class RestartingStrategy(SnapshottingStrategy):
         plugin.wait()
         stored = newest_stored(self._run_directory(plugin)) if self.is_global_zero else None
         mine = {"path": stored and stored.path, "step": stored and stored.step}
-        told = json.loads(self._exchange.all_gather(json.dumps(mine).encode())[0])
+        told = gather_json(self._exchange, mine)[0]
         path, at = told["path"], told["step"] or 0
         snapshot = None
         if plugin.snapshots is not None:
-            snapshot = newest_whole(plugin.snapshots, lambda step: path is None or step >= at)
+            snapshots = plugin.snapshots
+            snapshot = newest_whole(snapshots, held_by_all(snapshots), lambda step: path is None or step >= at)
         if snapshot is None:
             return cast("str | None", path)
         self._to_load = snapshot, path

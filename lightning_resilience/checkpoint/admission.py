@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_resilience.checkpoint.backpressure import Action, Decision, OnBusy, Staged, decide
-from lightning_resilience.checkpoint.exchange import Exchange
+from lightning_resilience.checkpoint.exchange import Exchange, gather_json
 from lightning_resilience.checkpoint.history import History, Verdict
 from lightning_resilience.checkpoint.writer import WriterClient
 
@@ -71,7 +70,7 @@ def admit(
             "news": [asdict(verdict) for verdict in told],
         }
         try:
-            answers = [json.loads(answer) for answer in exchange.all_gather(json.dumps(mine).encode())]
+            answers = gather_json(exchange, mine)
         except BaseException:  # another rank is gone: what it was not told is told next time
             history.put_back(told)
             raise

@@ -77,6 +77,11 @@ class GroupExchange:
         return [row.numpy().tobytes() for row in rows]
 
 
+def gather_json(exchange: Exchange, value: Any) -> list[Any]:
+    """Everybody's value, by rank; a collective. JSON has to have words for it: tuples arrive as lists."""
+    return [json.loads(answer) for answer in exchange.all_gather(json.dumps(value).encode())]
+
+
 def together(exchange: Exchange, act: Callable[[], _T], error_type: type[CheckpointError]) -> _T:
     """An error of one rank becomes an error of all, instead of a hang in the next collective.
 

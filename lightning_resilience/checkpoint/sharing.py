@@ -7,7 +7,6 @@ behind whatever happens.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from lightning_resilience.checkpoint.agreement import together
 from lightning_resilience.checkpoint.digest import BLOCK
-from lightning_resilience.checkpoint.exchange import Exchange
+from lightning_resilience.checkpoint.exchange import Exchange, gather_json
 from lightning_resilience.checkpoint.transfer import (
     Flight,
     Landing,
@@ -151,11 +150,11 @@ def _needs_of_all(flight: Flight, exchange: Exchange) -> list[list[Piece]]:
     mine: dict[str, list[int]] = defaultdict(list)
     for piece in flight.landings:
         mine[piece.file].append(piece.start)
-    answers = exchange.all_gather(json.dumps({file: _ranges(starts) for file, starts in mine.items()}).encode())
+    answers = gather_json(exchange, {file: _ranges(starts) for file, starts in mine.items()})
     needs = []
     for answer in answers:
         needed: list[Piece] = []
-        for file, ranges in json.loads(answer).items():
+        for file, ranges in answer.items():
             if file not in pieces:
                 pieces[file] = [Piece(file, *proof) for proof in flight.files.pieces(file)]
             for first, last in ranges:
@@ -178,7 +177,7 @@ def _ranges(starts: Sequence[int]) -> list[tuple[int, int]]:
 def _meet(exchange: Exchange, window: _Window) -> list[list[int]]:
     """The ranks of each machine; one that cannot see its neighbours' windows counts as a machine of its own."""
     machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    answers = [json.loads(answer) for answer in exchange.all_gather(json.dumps([machine, window.path]).encode())]
+    answers = gather_json(exchange, [machine, window.path])
     neighbours = {rank: path for rank, (other, path) in enumerate(answers) if other == machine}
     seen = window.open(neighbours)
     key = machine if seen else f"{machine} {exchange.rank}"

@@ -133,6 +133,11 @@ def default_threads(files: CheckpointFiles, sharers: int) -> int:
     """
     if not files.are_local:
         return _REMOTE_THREADS
+    return fair_threads(sharers)
+
+
+def fair_threads(sharers: int) -> int:
+    """How many threads that compute are one's share when so many ranks are, or may be, on this machine."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // sharers))
 
 

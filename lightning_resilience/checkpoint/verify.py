@@ -6,7 +6,6 @@ go on.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +15,7 @@ import xxhash
 from lightning_resilience.checkpoint.agreement import together
 from lightning_resilience.checkpoint.candidates import Candidate, examine, none_valid, with_predecessors
 from lightning_resilience.checkpoint.digest import BLOCK, pieces
-from lightning_resilience.checkpoint.exchange import Exchange
+from lightning_resilience.checkpoint.exchange import Exchange, gather_json
 from lightning_resilience.checkpoint.files import CheckpointFiles, Source, altered
 from lightning_resilience.checkpoint.manifest import Manifest, Seal
 from lightning_resilience.checkpoint.storage import Place
@@ -94,7 +93,7 @@ def _agreed_paths(place: Place, exchange: Exchange) -> list[str]:
             paths = [candidate.path for candidate in with_predecessors(place)]
         except (LoadError, OSError) as caught:
             error = str(caught)
-    answer = json.loads(exchange.all_gather(json.dumps({"paths": paths, "error": error}).encode())[0])
+    answer = gather_json(exchange, {"paths": paths, "error": error})[0]
     if answer["error"]:
         raise LoadError(answer["error"])
     found: list[str] = answer["paths"]

@@ -99,39 +99,36 @@ def keep_dict(table: dict[Any, Any], copies: Copies, leave: Sequence[Any] = ()) 
     kept = table.copy()
     for key in leave:
         kept.pop(key, None)
-    deep = _deep(kept, copies)
+    entries = _entries(table, kept, copies)
 
     def put_back() -> dict[Any, Any]:
         for key in [key for key in table if key not in kept and key not in leave]:
             del table[key]
-        table.update(kept)
-        for key, part in deep:
-            table[key] = part()
-        return table
+        return entries()
 
     return put_back
 
 
 def keep_entries(table: dict[str, Any], names: Iterable[str], copies: Copies) -> PutBack:
     """Remember some entries of a dictionary, as far as they are there."""
-    kept = {name: table[name] for name in names if name in table}
-    deep = _deep(kept, copies)
-
-    def put_back() -> None:
-        table.update(kept)
-        for name, part in deep:
-            table[name] = part()
-
-    return put_back
+    return _entries(table, {name: table[name] for name in names if name in table}, copies)
 
 
-def _deep(kept: dict[Any, Any], copies: Copies) -> list[tuple[Any, PutBack]]:
-    """Those entries of which the reference is not all."""
-    return [
+def _entries(table: dict[Any, Any], kept: dict[Any, Any], copies: Copies) -> Callable[[], dict[Any, Any]]:
+    """Remember these entries of a dictionary; of some the reference is not all."""
+    deep = [
         (key, keeper(value, copies))
         for key, value in kept.items()
         if type(value) not in PLAIN and (keeper := _keeper_of(type(value))) is not None
     ]
+
+    def put_back() -> dict[Any, Any]:
+        table.update(kept)
+        for key, part in deep:
+            table[key] = part()
+        return table
+
+    return put_back
 
 
 def keep_uncounted(table: dict[str, Tensor | None]) -> PutBack:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,27 +24,22 @@ def capture_rng(generators: Sequence[torch.Generator] = ()) -> RngState:
     Args:
         generators: further generators to include, such as those that data loaders were given.
     """
-    state: RngState = {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "generators": [generator.get_state() for generator in generators],
-    }
-    if "numpy" in sys.modules:
-        state["numpy"] = _numpy_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return _capture(generators, _numpy_state)
 
 
 def capture_rng_live(generators: Sequence[torch.Generator] = ()) -> RngState:
     """The same as :func:`capture_rng`, much faster, for this process only: it holds what NumPy gives."""
+    return _capture(generators, _numpy.state)
+
+
+def _capture(generators: Sequence[torch.Generator], numpy_state: Callable[[], dict[str, Any]]) -> RngState:
     state: RngState = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "generators": [generator.get_state() for generator in generators],
     }
     if "numpy" in sys.modules:
-        state["numpy"] = _numpy.state()
+        state["numpy"] = numpy_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -14,9 +14,7 @@ to the other ranks, so every rank calls it at the same steps. The flow:
 from __future__ import annotations
 
 import io
-import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from typing import Literal
 import torch
 
 from lightning_resilience.checkpoint.candidates import META
-from lightning_resilience.checkpoint.exchange import Alone, Exchange
+from lightning_resilience.checkpoint.exchange import Alone, Exchange, gather_json
 from lightning_resilience.checkpoint.layout import ShardLayout, flatten, plan_own, signature
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, Target, restore_pieces
@@ -38,6 +36,7 @@ from lightning_resilience.checkpoint.snapshots.points import Restored, State
 from lightning_resilience.checkpoint.snapshots.run import Run
 from lightning_resilience.checkpoint.staging import Slot, leaves_by_kind, local_part
 from lightning_resilience.checkpoint.storage import place_for
+from lightning_resilience.checkpoint.transfer import fair_threads
 from lightning_resilience.errors import LoadError
 
 log = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Snapshots:
     def keep(self, step: int | None, start: int) -> None:
         """Training goes on from the snapshot of this step, or from none: all others are void."""
         if self._file is not None:
-            self._file.void(kept=step)
+            self._file.void(lambda other: other != step)
             if step is not None:
                 self._file.stamp(step, start)
 
@@ -121,7 +120,7 @@ class Snapshots:
         for file, slot, snapshot in self._usable():
             if snapshot.step == step:
                 digest, tensors = file.seal(slot), slot.bytes[: snapshot.tensor_bytes]
-                if digest is not None and digest_of(tensors, _threads(self.exchange.world_size)) != digest:
+                if digest is not None and digest_of(tensors, fair_threads(self.exchange.world_size)) != digest:
                     return f"the tensors in the snapshot of step {step} in {file.path} are not what they were"
         return ""
 
@@ -129,7 +128,7 @@ class Snapshots:
         """See :class:`RestorePoints`."""
         for file in (self._file, self._outgrown):
             if file is not None:
-                file.void_step(step)
+                file.void(lambda other: other == step)
 
     def load(self, step: int, target: Target) -> Restored:
         """See :class:`RestorePoints`."""
@@ -295,8 +294,7 @@ class Snapshots:
         log.debug("snapshot of step %d: %.1f ms", step, 1e3 * stall_s)
         if not self._pace.automatic:
             return
-        answers = self.exchange.all_gather(json.dumps(vars(self._pace.measured)).encode())
-        measured = [Measured(**json.loads(answer)) for answer in answers]
+        measured = [Measured(**answer) for answer in gather_json(self.exchange, vars(self._pace.measured))]
         if self._pace.adapt(measured):
             slowest = max(measured, key=lambda one: one.cost_s)
             log.log(
@@ -306,11 +304,6 @@ class Snapshots:
                 1e3 * slowest.cost_s,
                 1e3 * slowest.step_s,
             )
-
-
-def _threads(world_size: int) -> int:
-    """For one of so many ranks, which may all be on this machine."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // world_size))
 
 
 def _pairs(slot: Slot, layout: ShardLayout, state: State) -> tuple[list[Pair], list[Pair]]:

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,18 +149,11 @@ class SnapshotFile:
             if snapshot is not None and snapshot.step == step:
                 self._headers[index].start = start
 
-    def void(self, kept: int | None = None) -> None:
-        """Forget all snapshots, or all but the one of a step."""
+    def void(self, which: Callable[[int], bool] = lambda step: True) -> None:
+        """Forget the snapshots of these steps, and what is none."""
         for index in range(SLOTS):
             snapshot = self.read(index)
-            if snapshot is None or snapshot.step != kept:
-                self._headers[index].void()
-
-    def void_step(self, step: int) -> None:
-        """Forget the snapshot of a step."""
-        for index in range(SLOTS):
-            snapshot = self.read(index)
-            if snapshot is not None and snapshot.step == step:
+            if snapshot is None or which(snapshot.step):
                 self._headers[index].void()
 
     def close(self, keep: bool) -> None:

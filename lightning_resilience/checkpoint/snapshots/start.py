@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_resilience.checkpoint.exchange import Exchange, together
+from lightning_resilience.checkpoint.exchange import Exchange, gather_json, together
 from lightning_resilience.checkpoint.snapshots import leftovers
 from lightning_resilience.checkpoint.snapshots.choice import (
     Request,
@@ -49,10 +48,9 @@ def begin_run(
     run, stored, may = _facts(exchange, directory, request, newest)
     snapshots.open(run)
     held = held_by_all(snapshots)
-    step = newest_common(held)
-    chosen = newest_whole(snapshots, lambda one: may and is_as_new(one, stored, run.base_ns))
+    chosen = newest_whole(snapshots, held, lambda one: may and is_as_new(one, stored, run.base_ns))
     if chosen is None and any(held) and exchange.rank == 0:
-        log.info("snapshots of an earlier start are not used: %s", explain(step, may, stored))
+        log.info("snapshots of an earlier start are not used: %s", explain(newest_common(held), may, stored))
     run = run.next(stored.created_ns if stored else 0)
     snapshots.keep(chosen, run.start)
     exchange.all_gather(b"")  # every rank has taken over what is its own, and counted it to this start
@@ -65,23 +63,25 @@ def begin_run(
 
 def held_by_all(snapshots: Snapshots) -> list[list[int]]:
     """Which steps each rank holds; a collective."""
-    return [json.loads(answer) for answer in snapshots.exchange.all_gather(json.dumps(snapshots.steps()).encode())]
+    return gather_json(snapshots.exchange, snapshots.steps())
 
 
-def newest_whole(snapshots: Snapshots, wanted: Callable[[int], bool]) -> int | None:
+def newest_whole(snapshots: Snapshots, held: Sequence[Sequence[int]], wanted: Callable[[int], bool]) -> int | None:
     """The newest step that all ranks hold undamaged; a collective, with the same result on each.
 
     What is damaged on one rank is dropped on all, with an error in the log that names it.
 
     Args:
         snapshots: Of this rank.
+        held: From :func:`held_by_all`.
         wanted: Whether a step is of use; the same on all ranks.
     """
-    while (step := newest_common(held_by_all(snapshots))) is not None and wanted(step):
+    while (step := newest_common(held)) is not None and wanted(step):
         faults = [answer.decode() for answer in snapshots.exchange.all_gather(snapshots.verify(step).encode())]
         if not any(faults):
             return step
         snapshots.drop(step)
+        held = [[other for other in steps if other != step] for steps in held]
         if snapshots.exchange.rank == 0:
             told = "; ".join(f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault)
             log.error("DAMAGED SNAPSHOT: %s. An older state is used instead. Have the memory tested.", told)
@@ -101,5 +101,5 @@ def _facts(
             facts.update(run=vars(run), newest=vars(stored) if stored else None, may=may)
 
     together(exchange, look, SaveError)
-    told = json.loads(exchange.all_gather(json.dumps(facts).encode())[0])
+    told = gather_json(exchange, facts)[0]
     return Run(**told["run"]), Stored(**told["newest"]) if told["newest"] else None, told["may"]
