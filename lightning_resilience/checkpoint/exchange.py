@@ -96,9 +96,12 @@ def together(exchange: Exchange, act: Callable[[], _T], error_type: type[Checkpo
         result = act()
     except Exception as caught:  # travels to all ranks and is raised on each
         error = caught
-    answers = exchange.all_gather(b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode())
-    if error is not None:
-        raise error
+    try:
+        answers = exchange.all_gather(b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode())
+        if error is not None:
+            raise error
+    finally:
+        del error  # it holds this call, and with it everything that it was about
     for rank, answer in enumerate(answers):
         if answer:
             name, text = json.loads(answer)

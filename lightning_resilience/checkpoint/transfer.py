@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -256,9 +256,9 @@ def run_all(jobs: Sequence[Callable[[], None]], threads: int) -> None:
                 raise
 
     with ThreadPoolExecutor(max(1, min(threads, len(jobs))), "lightning-resilience-load") as pool:
-        done = [pool.submit(guarded, job) for job in jobs]
-    for future in done:
-        future.result()
+        done = deque(pool.submit(guarded, job) for job in jobs)
+    while done:
+        done.popleft().result()  # no name for it here: its error would hold this call, and this call the error
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class WarmMemory:
                 os.posix_fallocate(self.fd, offset, length)
                 _populate(self.bytes, offset, length)
         except OSError as error:
-            self._failure = error
+            self._failure = error.with_traceback(None)  # which holds this object, and so the memory
 
 
 def create_file(path: str, lock: Callable[[int], None] = lambda fd: None) -> int:

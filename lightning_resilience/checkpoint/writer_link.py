@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import mmap
 import os
 import select
@@ -83,9 +84,14 @@ class Arena:
         self.memory = memoryview(self._map)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory. Views of it that are still held keep it until they are dropped."""
         self.memory.release()
-        self._map.close()
+        try:
+            self._map.close()
+        except BufferError:  # an error that somebody keeps holds the calls that it has ended, and these the views
+            gc.collect()
+            with contextlib.suppress(BufferError):
+                self._map.close()
         os.close(self._fd)
 
 

@@ -64,6 +64,7 @@ def losses(result: Any) -> dict[int, float]:
 
 def test_requests_did_fail(trained: Any) -> None:
     assert trained["failed"] > 20
+    assert "Traceback" not in trained["output"]
 
 
 @pytest.mark.parametrize("name", list(SCENARIOS))

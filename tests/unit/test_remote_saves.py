@@ -167,6 +167,7 @@ def test_a_failure_that_lasts_fails_the_save_and_shows_no_secret(
         plugin.teardown()
     shown = caplog.text + "".join(capfd.readouterr()) + str(caught.value) + repr(plugin.history) + repr(plugin)
     assert "NOT saved" in shown
+    assert "Traceback" not in shown  # the writer ended well
     assert SECRET not in shown
     assert "someone-else" not in shown.replace("Credential=someone-else", "")  # botocore's own debug lines
     s3.proxy.calm()

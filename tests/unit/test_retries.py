@@ -115,4 +115,4 @@ def test_no_error_and_no_log_line_shows_an_option(caplog: pytest.LogCaptureFixtu
     assert "AKIA0001" not in caplog.text
     assert "trying again" in caplog.text
     assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
+    assert caught.value.__context__ is None

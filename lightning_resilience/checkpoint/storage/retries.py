@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -115,18 +116,22 @@ class Retries:
             except Exception as error:  # of a library that may raise anything
                 failures += 1
                 pause_s = self._patience.pause_s(failures) if is_transient(error) else None
-                if pause_s is None:
-                    raise self._told(what, path, error, failures) from None  # the original may show a secret
-                self.count += 1
-                log.warning(
-                    "could not %s %s: %s; trying again in %.2f s (%d of %d)",
-                    what,
-                    path,
-                    self.without_secrets(error),
-                    pause_s,
-                    failures + 1,
-                    self._patience.tries,
-                )
+                number, text = _number_of(error), self.without_secrets(error)
+                forget_frames(error)
+            if pause_s is None:
+                tried = f", tried {failures} times" if failures > 1 else ""
+                # out here, so that the original, which may show a secret, is no part of it
+                raise OSError(number, f"could not {what} it{tried}: {text}", path)
+            self.count += 1
+            log.warning(
+                "could not %s %s: %s; trying again in %.2f s (%d of %d)",
+                what,
+                path,
+                text,
+                pause_s,
+                failures + 1,
+                self._patience.tries,
+            )
             self._sleep(pause_s)
             before_again()
 
@@ -137,12 +142,34 @@ class Retries:
             text = text.replace(secret, "***")
         return text
 
-    def _told(self, what: str, path: str, error: Exception, failures: int) -> OSError:
-        number = next((number for kind, number in _NUMBER_OF.items() if isinstance(error, kind)), None)
-        if number is None:
-            number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
-        tried = f", tried {failures} times" if failures > 1 else ""
-        return OSError(number, f"could not {what} it{tried}: {self.without_secrets(error)}", path)
+
+def _number_of(error: Exception) -> int:
+    """Its ``errno``; of errors without one, what their type says."""
+    number = next((number for kind, number in _NUMBER_OF.items() if isinstance(error, kind)), None)
+    return number or (error.errno if isinstance(error, OSError) else None) or errno.EIO
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the calls held that an error has ended: views of the arena, among others.
+
+    fsspec and asyncio keep an error in a call that the error's own traceback names. Such a ring is only found by the
+    next garbage collection, and until then nobody can give back the memory that any of these calls was looking at.
+    """
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those before it, each once."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            left += [one.__cause__, one.__context__]
+            yield one
 
 
 def _secrets_in(value: Any, key: str = "") -> list[str]:

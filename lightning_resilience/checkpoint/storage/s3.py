@@ -79,6 +79,7 @@ def upload(
             attempting("give up", functools.partial(_abort, place), no_progress)
         except OSError as error:
             log.warning("parts of s3://%s/%s are left behind until the next run's sweep: %s", *key, error)
+        waiting.clear()  # one of them holds the error, and the error this call
         raise
     pool.shutdown()
 
@@ -150,19 +151,24 @@ def _send_parts(
     for number, part in enumerate(parts, 1):
         waiting.append(pool.submit(send, number, part))
         if len(waiting) > _STREAMS:
-            tags.append(_result(waiting[0], progress))
-            waiting.popleft()
-    return tags + [_result(future, progress) for future in waiting]
+            tags.append(_result(waiting, progress))
+    while waiting:
+        tags.append(_result(waiting, progress))
+    return tags
 
 
-def _result(future: Future[str], progress: Callable[[], None]) -> str:
+def _result(waiting: deque[Future[str]], progress: Callable[[], None]) -> str:
+    """Of the oldest, which waits no more then."""
     while True:
         progress()
         try:
-            return future.result(timeout=_TICK_S)
+            tag = waiting[0].result(timeout=_TICK_S)
         except NotYet:
-            if future.done():  # its own error, not that of the wait
+            if waiting[0].done():  # its own error, not that of the wait
                 raise
+        else:
+            waiting.popleft()
+            return tag
 
 
 def _complete(
