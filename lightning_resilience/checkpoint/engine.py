@@ -464,7 +464,9 @@ class CheckpointEngine:
         report = SaveReport(call.path, call.step, staged, stall_s, call.waited_s, tag=call.tag)
         self._history.staged(save.id, report)
         try:
-            self._writer.submit(save, lambda done: self._history.finished(save.id, call.began, done.error))
+            self._writer.submit(
+                save, lambda done: self._history.finished(save.id, call.began, done.error, done.retried)
+            )
         except WriterError as error:
             self._history.finished(save.id, call.began, str(error))
             raise

@@ -44,10 +44,12 @@ class CheckpointSaved(CheckpointEvent):
 
     Attributes:
         durable_s: Seconds since the call.
+        retried: Requests to a remote storage that failed in passing and were sent again by this rank's writer.
     """
 
     kind: ClassVar[str] = "checkpoint_saved"
     durable_s: float
+    retried: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +58,12 @@ class CheckpointFailed(CheckpointEvent):
 
     Attributes:
         error: Why, in words.
+        retried: Requests to a remote storage that failed in passing before.
     """
 
     kind: ClassVar[str] = "checkpoint_failed"
     error: str
+    retried: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_resilience.checkpoint.events import (
     CheckpointFailed,
@@ -39,6 +39,7 @@ class SaveReport:
         outcome: "pending"; "saved"; "failed"; "replaced" by a newer one while it waited for its turn; "skipped"
             because storage was busy.
         error: Why it failed, in words; None if it did not.
+        retried: How many requests to a remote storage failed in passing and were sent again by this rank's writer.
         tag: What the caller calls it.
     """
 
@@ -50,6 +51,7 @@ class SaveReport:
     durable_s: float | None = None
     outcome: Outcome = "pending"
     error: str | None = None
+    retried: int = 0
     tag: int = 0
 
 
@@ -146,25 +148,26 @@ class History:
             )
         )
 
-    def finished(self, number: int, began: float, error: str) -> None:
+    def finished(self, number: int, began: float, error: str, retried: int = 0) -> None:
         """It is committed, or has failed."""
         if error:
-            report = self._settle(number, "failed", error=error)
+            report = self._settle(number, "failed", error=error, retried=retried)
             log.error("the checkpoint %s (step %d) was NOT saved: %s", report.path, report.step, error)
-            self._emit(CheckpointFailed(path=report.path, step=report.step, error=error))
+            self._emit(CheckpointFailed(path=report.path, step=report.step, error=error, retried=retried))
             return
         seconds = time.monotonic() - began
-        report = self._settle(number, "saved", durable_s=seconds)
+        report = self._settle(number, "saved", durable_s=seconds, retried=retried)
         log.log(
             self._level,
-            "checkpoint %s (step %d): %.1f MB staged in %.1f ms, durable after %.2f s",
+            "checkpoint %s (step %d): %.1f MB staged in %.1f ms, durable after %.2f s%s",
             report.path,
             report.step,
             report.bytes / 1e6,
             1e3 * report.stall_s,
             seconds,
+            f", {retried} request(s) tried again" if retried else "",
         )
-        self._emit(CheckpointSaved(path=report.path, step=report.step, durable_s=seconds))
+        self._emit(CheckpointSaved(path=report.path, step=report.step, durable_s=seconds, retried=retried))
 
     def replaced(self, number: int, by_step: int) -> Verdict:
         """It waited for its turn, and a newer one has its slot now; all ranks know, so it is not in the news."""
@@ -187,12 +190,10 @@ class History:
         self._emit(CheckpointSkipped(path=report.path, step=report.step, reason=reason))
         return Verdict(report.tag, "skipped")
 
-    def _settle(
-        self, number: int, outcome: Outcome, durable_s: float | None = None, error: str | None = None
-    ) -> SaveReport:
+    def _settle(self, number: int, outcome: Outcome, error: str = "", **facts: Any) -> SaveReport:
         with self._lock:
-            report = dataclasses.replace(self._reports[number], outcome=outcome, durable_s=durable_s, error=error)
+            report = dataclasses.replace(self._reports[number], outcome=outcome, error=error or None, **facts)
             self._reports[number] = report
             if outcome != "replaced":
-                self._news.append(Verdict(report.tag, outcome, error or ""))
+                self._news.append(Verdict(report.tag, outcome, error))
         return report

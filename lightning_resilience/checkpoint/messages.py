@@ -240,12 +240,14 @@ class Done(Message):
         id: The request.
         error: Why it failed, in words for the user; empty when it succeeded.
         void: It was not done because the save it should have come after failed.
+        retried: How many requests to the storage failed in passing and were sent again, for a save.
     """
 
     kind: ClassVar[str] = "done"
     id: int
     error: str = ""
     void: bool = False
+    retried: int = 0
 
 
 Request = Save | Remove | Link | Retain

@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -70,6 +71,7 @@ class Writer:
         self._queue = WriterQueue()
         self._commits: deque[Commit] = deque()
         self._writing: Save | None = None
+        self._retried: Counter[int] = Counter()
         self._arena: Arena | None = None
         self._rescue: Rescue | None = None
         self._sealer: Sealer | None = None
@@ -147,8 +149,9 @@ class Writer:
         one_file = request.files[0].name == ""
         attempt = attempt_of(request)
         try:
-            if request.staged and not is_committed(request):
-                (self._write_file if one_file else self._write_shard)(request, attempt)
+            with self._counting(request):
+                if request.staged and not is_committed(request):
+                    (self._write_file if one_file else self._write_shard)(request, attempt)
         except OSError as error:
             self._finish(request, explain(error))
             return
@@ -199,6 +202,16 @@ class Writer:
             sweep(directory, time.time(), self._run_started)
             self._swept.add(str(directory))
 
+    @contextlib.contextmanager
+    def _counting(self, request: Save) -> Iterator[None]:
+        """Requests to the storage that fail meanwhile are those of this save."""
+        storage = attempt_of(request).target.storage
+        before = storage.retried
+        try:
+            yield
+        finally:
+            self._retried[request.id] += storage.retried - before
+
     def _clean_up(self, request: Save) -> None:
         """An earlier writer hung in this save and was killed."""
         attempt = attempt_of(request)
@@ -216,7 +229,9 @@ class Writer:
     def _commit(self, pending: Commit) -> bool:
         """Whether it is over, one way or the other."""
         try:
-            if not pending.advance(time.monotonic(), orphaned=self._rank.closed):
+            with self._counting(pending.request):
+                done = pending.advance(time.monotonic(), orphaned=self._rank.closed)
+            if not done:
                 return False
         except (SaveError, OSError) as error:
             pending.abandon()
@@ -240,7 +255,7 @@ class Writer:
     def _finish(self, request: Save, error: str) -> None:
         self._writing = None
         self._queue.settle(request.id, committed=not error)
-        self._rank.send(Done(request.id, error))
+        self._rank.send(Done(request.id, error, retried=self._retried.pop(request.id, 0)))
         if error and self._rank.closed:
             say(f"the checkpoint {request.path} (step {request.step}) was NOT saved: {error}")
 

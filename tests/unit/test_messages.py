@@ -23,7 +23,7 @@ MESSAGES: list[Message] = [
     Remove(2, "/ckpt/old"),
     Stop(),
     Written(1),
-    Done(1, "no\nroom"),
+    Done(1, "no\nroom", retried=2),
 ]
 
 

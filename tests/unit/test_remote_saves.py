@@ -21,7 +21,8 @@ from lightning_resilience import AsyncCheckpointIO, newest_checkpoint
 from lightning_resilience.checkpoint.attempts import INCOMPLETE, sweep
 from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.errors import ConfigurationError, LoadError, NoValidCheckpointError, SaveError
-from tests.servers.s3 import BUCKET, SECRET, S3Server
+from lightning_resilience.events import read_events
+from tests.servers.s3 import BUCKET, SECRET, Fault, S3Server
 from tests.servers.sftp import PASSWORD, SftpServer
 
 BIG = 10 << 20  # floats: 40 MB, more than what is uploaded in one piece
@@ -112,6 +113,27 @@ def test_big_files_go_in_parts_and_failing_parts_go_again(s3: S3Server, shm: str
     assert s3.proxy.failed == 3
     plugin.teardown()
     assert s3.keys() == ["run/a.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "own_retries"),
+    [(503, 0), (500, 0), (500, 4)],
+    ids=["s3fs tries again", "we try again", "botocore tries again"],
+)
+def test_whoever_tries_again_it_is_counted(
+    s3: S3Server, shm: str, fault: Fault, own_retries: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**s3.options, "config_kwargs": {"retries": {"max_attempts": own_retries}}}
+    plugin = AsyncCheckpointIO(shm_dir=shm, storage_options=options, events=str(tmp_path / "events.jsonl"))
+    s3.proxy.fail_next(2, "PUT", fault)
+    caplog.set_level(logging.INFO)
+    plugin.save_checkpoint(state(1), f"s3://{BUCKET}/run/a.ckpt")
+    plugin.save_checkpoint(state(2), f"s3://{BUCKET}/run/b.ckpt")
+    plugin.teardown()
+    assert [report.retried for report in plugin.history] == [s3.proxy.failed, 0] == [2, 0]
+    saved = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "checkpoint_saved"]
+    assert [event["retried"] for event in saved] == [2, 0]
+    assert "2 request(s) tried again" in caplog.text
 
 
 def test_a_writer_killed_while_it_uploads_shows_nothing_and_is_succeeded(s3: S3Server, shm: str) -> None:

@@ -66,6 +66,23 @@ def test_it_pauses_longer_each_time_and_counts(caplog: pytest.LogCaptureFixture)
     assert "could not read s3://b/x: no; trying again in 1.00 s (2 of 5)" in caplog.text
 
 
+def test_what_the_file_system_tells_of_is_counted_once() -> None:
+    """It tries again by itself, and says so; what it says nothing of is counted as ever."""
+    retries = Retries(Patience(first_pause_s=0.0), {})
+    retries.told = True
+    left = [3, 0, 0]
+
+    def act() -> str:
+        for _ in range(left[0]):
+            retries.note()
+        if left.pop(0) or left:
+            raise ConnectionResetError("reset")
+        return "done"
+
+    assert retries.run("read", "s3://b/x", act, no_progress) == "done"
+    assert retries.count == 4
+
+
 def test_it_gives_up_and_says_how_often_it_tried() -> None:
     slept: list[float] = []
     retries = Retries(Patience(tries=3, first_pause_s=1.0), {}, slept.append)

@@ -73,6 +73,11 @@ class Storage(Protocol):
         """Whether :meth:`publish` moves a whole directory in one step. If not, one object written last decides."""
         ...
 
+    @property
+    def retried(self) -> int:
+        """How many requests have failed in passing so far and were sent again, as far as this process can know."""
+        ...
+
     def entries(self, directory: str) -> list[Entry]:
         """What lies directly in it, as it is now; nothing when it is gone."""
         ...

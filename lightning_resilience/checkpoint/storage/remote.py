@@ -77,7 +77,7 @@ class RemoteStorage:
 
     @property
     def retried(self) -> int:
-        """How often something was tried again."""
+        """Those of s3fs and botocore too, but not what an HTTP client sends once more as its connection had ended."""
         return self._retries.count
 
     # --- looking and reading -----------------------------------------------------------------------------------
@@ -290,7 +290,9 @@ class RemoteStorage:
         with self._making:
             if self._fs is None:
                 fresh = {} if self._kind.async_impl or self.protocol == "memory" else {"skip_instance_cache": True}
-                self._fs = url_to_fs(self._url, **self._options, **fresh)[0]
+                fs = url_to_fs(self._url, **self._options, **fresh)[0]
+                self._retries.told = s3.knows_parts(self._kind) and s3.tell_failures(fs, self._retries.note)
+                self._fs = fs
             return self._fs
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +86,10 @@ class Retries:
         patience: When to give up.
         secrets: Options whose values no error may show.
         sleep: Waits that many seconds.
+
+    Attributes:
+        count: How often something was tried again.
+        told: The file system tells of each request that failed, by :meth:`note`, as it tries again by itself as well.
     """
 
     def __init__(
@@ -94,6 +99,13 @@ class Retries:
         self._secrets = tuple(_secrets_in(secrets))
         self._sleep = sleep
         self.count = 0
+        self.told = False
+        self._counting = threading.Lock()
+
+    def note(self) -> None:
+        """Something is tried again. Called on any thread."""
+        with self._counting:
+            self.count += 1
 
     def run(self, what: str, path: str, act: Callable[[], T], before_again: Callable[[], None]) -> T:
         """What ``act`` returns, at the first try that succeeds.
@@ -109,6 +121,7 @@ class Retries:
         """
         failures = 0
         while True:
+            known = self.count
             try:
                 return act()
             except GivenUp:
@@ -122,7 +135,8 @@ class Retries:
                 tried = f", tried {failures} times" if failures > 1 else ""
                 # out here, so that the original, which may show a secret, is no part of it
                 raise OSError(number, f"could not {what} it{tried}: {text}", path)
-            self.count += 1
+            if not self.told or self.count == known:
+                self.note()
             log.warning(
                 "could not %s %s: %s; trying again in %.2f s (%d of %d)",
                 what,

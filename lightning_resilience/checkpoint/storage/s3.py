@@ -25,6 +25,7 @@ _STREAMS = 4
 _MOST_PARTS = 9000  # of the 10,000 that S3 allows
 _TICK_S = 1.0
 _SETTLE_S = 10.0
+_TOO_MANY, _SERVER_ERRORS = 429, 500
 
 
 class Attempting(Protocol):
@@ -38,6 +39,32 @@ class Attempting(Protocol):
 def knows_parts(fs: Any) -> bool:
     """Whether it is s3fs, or another that takes S3's requests as they are."""
     return hasattr(fs, "call_s3")
+
+
+def tell_failures(fs: Any, note: Callable[[], None]) -> bool:
+    """Have ``note`` called for each request that fails in passing: s3fs and botocore send it again by themselves.
+
+    Args:
+        fs: s3fs' file system.
+        note: Called on a thread of fsspec's.
+
+    Returns:
+        False when it cannot be known, as each bucket has a client of its own.
+    """
+    client = fs.connect()
+    if fs.cache_regions:
+        return False
+
+    def answered(response: Any = None, caught_exception: Exception | None = None, **_: Any) -> None:
+        if caught_exception is not None or (response is not None and _is_passing(response[0].status_code)):
+            note()
+
+    client.meta.events.register("needs-retry.s3", answered)
+    return True
+
+
+def _is_passing(status: int) -> bool:
+    return status == _TOO_MANY or status >= _SERVER_ERRORS
 
 
 def upload(
