@@ -5,6 +5,7 @@
     ├── ShardingError           the model cannot be sharded as asked; change the model or the policy
     ├── RestartError            training could not go on in this process after a fault; `__cause__` is the fault
     │   ├── PeerFailed          another rank has a fault that is not retried; its own log says which
+    │   ├── RankLost            the process of a rank has ended, is stopped or says nothing any more
     │   └── StateLost           the fault left a state that cannot be trusted, and there is no other
     └── CheckpointError         something about a checkpoint
         ├── SaveError           a save did not become durable; the training state is unharmed
@@ -45,6 +46,10 @@ class RestartError(ResilienceError):
 
 class PeerFailed(RestartError):
     """Another rank has a fault that is not retried."""
+
+
+class RankLost(RestartError):
+    """The process of a rank has ended, is stopped or says nothing any more, and training cannot go on without it."""
 
 
 class StateLost(RestartError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -133,6 +134,11 @@ def strike(fault: PlannedFault) -> None:
     if fault.kind == "hang":
         while True:
             time.sleep(3600)
+    if fault.kind == "hold":
+        ctypes.PyDLL(None).sleep(3600)  # unlike CDLL it keeps the lock
+    if fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "interrupt":

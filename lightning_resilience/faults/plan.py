@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 from lightning_resilience.errors import ConfigurationError
 
-Kind = Literal["raise", "hang", "kill", "exit", "interrupt"]
-"""An exception; a sleep without end; SIGKILL; ``sys.exit(3)``; ``KeyboardInterrupt``."""
+Kind = Literal["raise", "hang", "hold", "stop", "kill", "exit", "interrupt"]
+"""An exception; a sleep without end; an hour in C code that holds the interpreter's lock; SIGSTOP; SIGKILL;
+``sys.exit(3)``; ``KeyboardInterrupt``."""
 
 Place = Literal[
     "prepare_data",

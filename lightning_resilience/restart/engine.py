@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning_resilience._torch_groups import ClosedGroups, Groups, Store
 from lightning_resilience.errors import (
     PeerFailed,
+    RankLost,
     ResilienceError,
     RestartError,
     RestartSignal,
@@ -31,6 +32,7 @@ from lightning_resilience.errors import (
 )
 from lightning_resilience.events import EventLog
 from lightning_resilience.restart.abort import abort_groups, is_failed_collective
+from lightning_resilience.restart.company import Company
 from lightning_resilience.restart.control import Control, Generation
 from lightning_resilience.restart.events import Fewer, GaveUp, Incident, Stuck
 from lightning_resilience.restart.fence import Fence
@@ -51,10 +53,10 @@ from lightning_resilience.restart.policy import (
     RestartPolicy,
     exception_fault,
 )
-from lightning_resilience.restart.reports import SETTING_UP, Report, Standing, in_words
+from lightning_resilience.restart.reports import SETTING_UP, Meeting, Report, Standing, in_words
 from lightning_resilience.restart.timeouts import Section, Timeouts
 from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
-from lightning_resilience.restart.world import World, lost, why_not_without, world_without
+from lightning_resilience.restart.world import World, why_not_without, world_without
 
 log = logging.getLogger(__name__)
 
@@ -202,12 +204,14 @@ class RestartEngine:
         self._section = Section.SETUP
         self._advanced = threading.Condition()
         self._monitor: Monitor | None = None
+        self._company = self._make_company(generation)
 
     # --- life
 
     def start(self) -> None:
         """Begin to listen. Main thread."""
         self._interrupter.install()
+        self._company.start()
         self._begin_generation()
         self._enter_setup()
 
@@ -223,6 +227,7 @@ class RestartEngine:
             with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may have left
                 self._control.generation(self._number).finish()
             self._end_generation()
+            self._company.close()
             self._watched.disconnect()
             self._monitor = None
             self._interrupter.uninstall()
@@ -337,8 +342,9 @@ class RestartEngine:
     def _recover(self, error: BaseException) -> Incident:
         incident = Incident(number=self._restarts + 1, rank=self._control.rank)
         while True:
-            reports = self._meet(error, incident)
-            world = self._decide(reports, error, incident)
+            meeting = self._meet(error, incident)
+            reports = meeting.reports
+            world = self._decide(meeting, error, incident)
             resumption = choose_resumption(reports)
             if world is not None:
                 resumption = FromRestorePoint(reason=f"{world.size} of {world.before} ranks go on")
@@ -366,15 +372,31 @@ class RestartEngine:
         if isinstance(error, RestartSignal) or (self._interrupter.requested and isinstance(error, Exception)):
             return None
         step, section = max(0, self._workload.standing().step), self._section.value
-        return exception_fault(error, rank=self._control.rank, step=step, section=section, at_s=time.monotonic())
+        return exception_fault(error, rank=self._control.rank, step=step, section=section, at_s=time.time())
 
-    def _meet(self, error: BaseException, incident: Incident) -> list[Report]:
+    def _meet(self, error: BaseException, incident: Incident) -> Meeting:
+        try:
+            meeting = self._hold_meeting(error, incident)
+        except dist.DistStoreError as missing:
+            raise RankLost(
+                f"not all ranks came together within {self._patience.meeting_s:.0f} s after a fault."
+                " A process that is gone cannot be brought back from inside the others. Start the job again; with a"
+                " checkpoint it goes on from there."
+            ) from missing
+        except dist.DistError:
+            raise self._store_lost() from error
+        incident.done("meeting")
+        return meeting
+
+    def _hold_meeting(self, error: BaseException, incident: Incident) -> Meeting:
         fault = self._fault(error)
         generation = self._control.generation(self._number)
         if fault is not None:
             generation.raise_alarm(fault)
         assert self._monitor is not None
         alarm = self._monitor.wait_until_aborted(self._patience.abort_s)
+        if alarm is None:
+            raise self._store_lost() from error
         incident.done("unblock")
         self._workload.stop()
         if self._closed is None and not self._moving:
@@ -393,44 +415,40 @@ class RestartEngine:
             echo=is_failed_collective(error),
             unfit=self._workload.unfit(),
         )
-        try:
-            if self._policy.min_world_size is None:
-                reports = generation.report(report, self._patience.meeting_s)
-            else:
-                reports = generation.report_present(report, self._patience.meeting_s)
-        except dist.DistError as missing:
-            raise RestartError(
-                f"after {in_words(alarm)} not all ranks came together within {self._patience.meeting_s:.0f} s. A"
-                " process that was killed, or whose node is gone, cannot be brought back from inside the others."
-            ) from missing
-        incident.done("meeting")
-        if all(other.rank != report.rank for other in reports):
-            raise RestartError(f"after {in_words(alarm)} the other ranks went on without this one, which was late")
-        return reports
+        return generation.report(report, self._patience.meeting_s, without_late=self._policy.min_world_size is not None)
 
-    def _decide(self, reports: Sequence[Report], error: BaseException, incident: Incident) -> World | None:
+    def _store_lost(self) -> RankLost:
+        """Rank 0 is lost, and with it the control store."""
+        return RankLost(
+            f"{self._company.why_lost(0)}, and with it the control store through which ranks restart together."
+            " Start the job again; with a checkpoint it goes on from there."
+        )
+
+    def _decide(self, meeting: Meeting, error: BaseException, incident: Incident) -> World | None:
         """Whether to go on; with fewer ranks if a world is returned."""
-        absent = set(range(self._control.world_size)) - {report.rank for report in reports}
-        incident.faults = self._faults(reports, absent)
+        reports = meeting.reports
+        incident.faults = _faults(meeting)
         action, dropped = self._action(incident.faults, reports)
         self._earlier += incident.faults
+        is_apart = bool(meeting.lost)
         if isinstance(action, RestartInProcess):
             if not dropped:
                 return self._world_so_far() if self._moving else None
             if self._control.rank not in dropped:
                 return self._shrink(dropped, incident)
-            action = GiveUp(dropped[self._control.rank])
-            absent = set(dropped)
+            action, is_apart = GiveUp(dropped[self._control.rank]), True
         self._events.write(GaveUp(faults=incident.faults, reason=action.reason))
         log.error("no restart: %s", action.reason)
         self._number += 1
-        if not absent and self._closed is not None:
+        if not is_apart and self._closed is not None:
             self._leave_groups_usable(reports, incident)
         own = next(report for report in reports if report.rank == self._control.rank)
-        is_own = (own.fault is not None and not (own.echo and absent)) or isinstance(error, ResilienceError)
-        if isinstance(error, RestartSignal) or not is_own:
-            raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
-        raise error
+        is_own = own.fault is not None and not (own.echo and is_apart)
+        if isinstance(error, ResilienceError) or (is_own and not isinstance(error, RestartSignal)):
+            raise error
+        if meeting.lost:
+            raise RankLost(f"{action.reason}. Start the job again; with a checkpoint it goes on from there.") from error
+        raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
 
     def _leave_groups_usable(self, reports: Sequence[Report], incident: Incident) -> None:
         """Whoever handles the error may communicate, and train again."""
@@ -438,12 +456,6 @@ class RestartEngine:
             self._rebuild(_common_groups(reports, self._closed), incident)
         except RuntimeError as error:  # a rank has left already; the fault itself matters more
             log.warning("the process groups could not be made again: %s", error)
-
-    def _faults(self, reports: Sequence[Report], absent: set[int]) -> list[Fault]:
-        """Of all ranks. When one is gone, that the others got no answer from it is no fault of theirs."""
-        told = [report.fault for report in reports if report.fault is not None and not (absent and report.echo)]
-        step = max(0, *(report.standing.step for report in reports))
-        return told + [lost(rank, step, time.monotonic()) for rank in sorted(absent)]
 
     def _action(self, faults: Sequence[Fault], reports: Sequence[Report]) -> tuple[Action, dict[int, str]]:
         """What to do in the end, and with whom not; nobody here can replace a process."""
@@ -467,9 +479,13 @@ class RestartEngine:
         self._earlier = [replace(fault, rank=world.number(fault.rank)) for fault in self._earlier]
         incident.world = world
         self._events.write(Fewer(ranks=world.ranks, dropped={str(rank): why for rank, why in dropped.items()}))
+        self._stop_watchdog()
+        self._company.close()
         for control in (self._control, self._watched):
             control.renumber(world.rank, world.size)
         self._events.renumber(world.rank)
+        self._company = self._make_company(self._number + 1)
+        self._company.start()
         return world
 
     def _world_so_far(self) -> World:
@@ -511,17 +527,34 @@ class RestartEngine:
 
     def _begin_generation(self) -> None:
         self._end_generation()
-        self._monitor = Monitor(self._control.another(), self._number, self._unblock)
+        try:
+            control = self._control.another()
+        except dist.DistError as error:
+            raise self._store_lost() from error
+        self._monitor = Monitor(control, self._number, self._unblock, on_store_lost=self._leave_alone)
         self._monitor.start()
-        self._watchdog = Watchdog(
-            self._heart, self._timeouts, self._watched.generation(self._number), describe=self._hang
-        )
+        generation = self._watched.generation(self._number)
+        self._watchdog = Watchdog(self._heart, self._timeouts, generation, describe=self._hang, turn=self._company.turn)
         self._watchdog.start()
 
-    def _end_generation(self) -> None:
+    def _make_company(self, run: int) -> Company:
+        return Company(
+            self._watched,
+            run,
+            heart=self._heart,
+            timeouts=self._timeouts,
+            step=self._step,
+            on_loss=self._tell_of_loss,
+            on_store_lost=self._cut_store,
+        )
+
+    def _stop_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+
+    def _end_generation(self) -> None:
+        self._stop_watchdog()
         if self._monitor is not None:
             self._monitor.close()
 
@@ -534,12 +567,25 @@ class RestartEngine:
             section=section.value,
             message=message,
             where=_position(),
-            at_s=time.monotonic(),
+            at_s=time.time(),
         )
 
     def _unblock(self, generation: Generation, alarm: Fault) -> None:
         """On the monitor's thread."""
-        self._settle(generation, alarm)
+        if alarm.kind != "lost":  # without the lost rank nobody comes up to the others
+            self._settle(generation, alarm)
+        self._bring_out(in_words(alarm), alarm)
+
+    def _step(self) -> int:
+        return max(0, self._workload.standing().step)
+
+    def _leave_alone(self) -> None:
+        """The control store is gone: this rank stops by itself. On the monitor's thread."""
+        why = self._company.why_lost(0)
+        fault = Fault(kind="lost", rank=0, step=self._step(), message=why, at_s=time.time())
+        self._bring_out(why, fault)
+
+    def _bring_out(self, cause: str, alarm: Fault) -> None:
         self._interrupter.request()
         if self._group_control is not None:
             self._group_control.disconnect()
@@ -548,7 +594,19 @@ class RestartEngine:
         if not self._interrupter.deliver(
             grace_s=patience.grace_s, every_s=patience.every_s, timeout_s=patience.abort_s
         ):
-            self._leave_process(alarm)
+            self._leave_process(cause, alarm)
+
+    def _tell_of_loss(self) -> None:
+        """On the lookout's thread."""
+        if self._watchdog is not None:
+            self._watchdog.wake()
+
+    def _cut_store(self) -> None:
+        """Whoever waits for the control store need not. On the lookout's thread."""
+        for control in (self._watched, self._control):
+            control.disconnect()
+        if self._monitor is not None:
+            self._monitor.cut()
 
     def _settle(self, generation: Generation, alarm: Fault) -> None:
         """Let ranks come up to the step of the others, while collectives still work.
@@ -558,6 +616,8 @@ class RestartEngine:
         limit = self._patience.settle_s
         try:
             standings = generation.stand(self._workload.standing(), limit)
+            if len(standings) < self._control.world_size:
+                return
             target = max(standing.step for standing in standings)
             if SETTING_UP in standings:  # nobody updates before all train
                 return
@@ -568,13 +628,15 @@ class RestartEngine:
                     lambda: self._workload.standing().step >= target or self._interrupter.left, timeout=limit
                 )
             generation.settle(limit)
+        except RankLost:  # this rank itself, to the others; it is told again when it comes to meet them
+            return
         except dist.DistError:  # a rank is gone; whether that matters shows when the ranks meet
             log.warning("after %s not all ranks answered within %.0f s", in_words(alarm), limit)
 
-    def _leave_process(self, alarm: Fault) -> None:
+    def _leave_process(self, cause: str, alarm: Fault) -> None:
         log.critical(
             "after %s the training thread could not be interrupted within %.0f s; this process leaves with code %d",
-            in_words(alarm),
+            cause,
             self._patience.abort_s,
             EXIT_CODE_STUCK,
         )
@@ -582,6 +644,13 @@ class RestartEngine:
         self._events.close()
         sys.stderr.flush()
         os._exit(EXIT_CODE_STUCK)
+
+
+def _faults(meeting: Meeting) -> list[Fault]:
+    """Of all ranks. When one is lost, that the others got no answer from it is no fault of theirs."""
+    told = [report.fault for report in meeting.reports if report.fault and not (meeting.lost and report.echo)]
+    gone = {fault.rank for fault in meeting.lost}
+    return [*(fault for fault in told if fault.rank not in gone), *meeting.lost]
 
 
 def _common_groups(reports: Sequence[Report], closed: ClosedGroups | None) -> set[str]:
@@ -603,10 +672,19 @@ class Monitor:
         control: A connection that nobody else uses.
         number: Of the generation.
         unblock: What to do at an alarm.
+        on_store_lost: What to do when the control store is gone.
     """
 
-    def __init__(self, control: Control, number: int, unblock: Callable[[Generation, Fault], None]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        number: int,
+        unblock: Callable[[Generation, Fault], None],
+        on_store_lost: Callable[[], None],
+    ) -> None:
         self._control = control
+        self._on_store_lost = on_store_lost
+        self._closed = False
         self._generation = control.generation(number)
         self._unblock = unblock
         self._thread = threading.Thread(target=self._run, name=f"lightning-resilience-monitor-{number}", daemon=True)
@@ -617,22 +695,24 @@ class Monitor:
         """Begin to wait."""
         self._thread.start()
 
-    def wait_until_aborted(self, timeout_s: float) -> Fault:
-        """Until collectives have been ended after an alarm; returns the alarm.
+    def wait_until_aborted(self, timeout_s: float) -> Fault | None:
+        """Until collectives have been ended after an alarm; returns the alarm, None if the control store is gone.
 
         Raises:
-            RestartError: The control store is gone, or the abort takes too long.
+            RestartError: It takes too long.
         """
-        if not self._aborted.wait(timeout_s) or self._alarm is None:
-            raise RestartError(
-                "the control store does not answer: the process of rank 0, which serves it, is gone. Start the job"
-                " again; with a checkpoint it goes on from there."
-            )
+        if not self._aborted.wait(timeout_s):
+            raise RestartError(f"the collectives of this rank could not be ended within {timeout_s:.0f} s")
         return self._alarm
+
+    def cut(self) -> None:
+        """Let it find that the control store is gone."""
+        self._control.disconnect()
 
     def close(self) -> None:
         """End the thread; it ends by itself when all ranks have finished, and torch complains of a cut connection."""
         self._thread.join(_GOODBYE_S)
+        self._closed = True
         self._control.disconnect()
         self._thread.join()
 
@@ -642,8 +722,9 @@ class Monitor:
             if alarm is not None:
                 self._alarm = alarm
                 self._unblock(self._generation, alarm)
-        except dist.DistError:  # the edge of the thread: closed, or the store is gone; `wait_until_aborted` tells
-            pass
+        except dist.DistError:  # the edge of the thread: closed, or the store is gone
+            if not self._closed:
+                self._on_store_lost()
         except Exception:  # the edge of the thread: without it this rank would never hear of a fault again
             log.exception("the thread that listens for faults has failed")
         finally:

@@ -46,7 +46,7 @@ class Fault:
         types: Full names of the exception's class and its bases, most special first; empty for other kinds.
         message: Text of the exception, or how the rank was found.
         where: File, line and function, innermost last.
-        at_s: When, in seconds of a clock that only goes forward.
+        at_s: When, in seconds since the epoch: ranks of several machines share no other clock.
     """
 
     kind: Literal["exception", "hang", "lost"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,3 +85,16 @@ class Report:
         fault: Mapping[str, Any] | None = fields.pop("fault")
         standing, groups = Standing(**fields.pop("standing")), tuple(fields.pop("groups"))
         return cls(standing=standing, groups=groups, fault=None if fault is None else _fault(fault), **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What came of it when ranks met; the same on all of them.
+
+    Attributes:
+        reports: Of the ranks that came, in their order.
+        lost: Why the others did not: a fault of kind `lost` for each.
+    """
+
+    reports: Sequence[Report]
+    lost: Sequence[Fault] = ()

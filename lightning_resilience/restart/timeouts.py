@@ -29,6 +29,8 @@ class Section(str, Enum):
 STEADY = frozenset({Section.TRAIN_STEP, Section.DATA_WAIT, Section.OPTIMIZER, Section.VALIDATION})
 """Sections that come again and again, so that their durations say what is usual."""
 
+_SHORTEST_STOP_S, _SHORTEST_SILENCE_S = 1.0, 5.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedTimeouts:
@@ -78,6 +80,17 @@ class Timeouts:
         if len(seen) < how.enough:
             return how.unknown_s
         return min(max(how.floor_s, how.factor * max(seen)), how.unknown_s)
+
+    @property
+    def stopped_s(self) -> float:
+        """How long a process may be stopped, or a machine out of reach."""
+        return self._how.floor_s if self._given is None else max(self._given, _SHORTEST_STOP_S)
+
+    def silence_s(self, section: Section) -> float:
+        """How long a rank may say nothing while in a section. Code in C may hold the interpreter's lock for a while,
+        and who is given up does not come back: so this is longer than what makes a hang."""
+        given = self._how.floor_s if self._given is None else 3 * self._given
+        return max(self.limit_s(section), min(max(given, _SHORTEST_SILENCE_S), self._how.floor_s))
 
 
 def hang_seconds(value: float | timedelta | None) -> float | None:

@@ -7,11 +7,13 @@ takes its time. It says that it is late; when every rank is, nobody is busy, and
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -62,6 +64,7 @@ class Watchdog:
         timeouts: How long each section may take.
         generation: A connection that nobody else uses.
         describe: Makes a fault of this rank out of a message.
+        turn: Around each turn.
         clock: In seconds.
     """
 
@@ -71,14 +74,17 @@ class Watchdog:
         timeouts: Timeouts,
         generation: Generation,
         describe: Callable[[str], Fault],
+        turn: Callable[[Generation], AbstractContextManager[None]] = lambda generation: contextlib.nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._heart = heart
         self._timeouts = timeouts
         self._generation = generation
         self._describe = describe
+        self._turn = turn
         self._clock = clock
-        self._stop = threading.Event()
+        self._stopped = self._raised = False
+        self._wake = threading.Event()
         self._late: Beat | None = None
         self._thread = threading.Thread(target=self._run, name="lightning-resilience-watchdog", daemon=True)
 
@@ -88,14 +94,22 @@ class Watchdog:
 
     def stop(self) -> None:
         """End the thread."""
-        self._stop.set()
+        self._stopped = True
+        self._wake.set()
         self._thread.join()
 
+    def wake(self) -> None:
+        """Take the next turn now."""
+        self._wake.set()
+
     def _run(self) -> None:
+        """Until it is stopped: also after an alarm others want to know whether this rank is there."""
         try:
-            while not self._stop.wait(self._turn_s()):
-                if self.look(self._waits()):
-                    return
+            while not self._stopped:
+                with self._turn(self._generation):
+                    self._raised = self._raised or self.look(self._waits())
+                if self._wake.wait(self._turn_s()) and not self._stopped:
+                    self._wake.clear()
         except dist.DistError:  # the edge of the thread: the control store is gone, which the monitor notices too
             return
 
@@ -128,7 +142,8 @@ class Watchdog:
         return cuda_in_use() or self._heart.beat.section is Section.WAITING or in_collective(main_thread_stack())
 
     def _turn_s(self) -> float:
-        limit = self._timeouts.limit_s(self._heart.beat.section)
+        """Not longer in a section that may last, as the next one may not."""
+        limit = min(self._timeouts.limit_s(self._heart.beat.section), self._timeouts.stopped_s)
         return min(max(limit / _TURNS, _SHORTEST_TURN_S), _LONGEST_TURN_S)
 
 

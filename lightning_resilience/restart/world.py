@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_resilience.restart.policy import Fault
-
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -59,11 +57,6 @@ def why_not_without(dropped: Mapping[int, str], world_size: int, least: int) -> 
     if left < least:
         return f"{each}. That leaves {left} of {world_size} ranks, and min_world_size={least}"
     return ""
-
-
-def lost(rank: int, step: int, at_s: float) -> Fault:
-    """The fault of a rank that did not come to the meeting."""
-    return Fault(kind="lost", rank=rank, step=step, message="the process is gone", at_s=at_s)
 
 
 def accumulation(batches: int, before: int, now: int) -> tuple[int, bool]:

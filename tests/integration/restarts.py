@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,12 +284,14 @@ def loader(run: Run, batches: int, shuffle: bool) -> DataLoader[tuple[Tensor, ..
     )
 
 
-def fit(run: Run, folder: Path) -> dict[str, Any]:
+def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fault: None) -> dict[str, Any]:
+    """Train; `tell` is called right before each fault, on its rank."""
     L.seed_everything(3)
     model: Net = globals()[run.model]()
     recorder, average, witness = Recorder(), Average(), Witness()
     stopping = EarlyStopping("val_loss", patience=3)
-    callbacks: list[L.Callback] = [average, witness, stopping, FaultInjector(PlannedFault(**f) for f in run.faults)]
+    injector = FaultInjector([PlannedFault(**fault) for fault in run.faults], tell)
+    callbacks: list[L.Callback] = [average, witness, stopping, injector]
     if run.saves:
         callbacks.append(ModelCheckpoint(run.saves, filename="{step}", every_n_train_steps=2, save_top_k=-1))
     patient = RestartPolicy(max_restarts_without_progress=20)  # many faults at the end of an epoch

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_resilience._lightning import PatientObserver
 from lightning_resilience.data.dealing import Rest, deal, rest_of, samples_done
-from lightning_resilience.errors import ConfigurationError
+from lightning_resilience.errors import ConfigurationError, RankLost
 from lightning_resilience.restart.control import Generation
 from lightning_resilience.restart.policy import DropRank, Fault, GiveUp, RespawnRank, RestartPolicy
 from lightning_resilience.restart.reports import Report, Standing
-from lightning_resilience.restart.world import accumulation, lost, why_not_without, world_without
+from lightning_resilience.restart.world import accumulation, why_not_without, world_without
 from lightning_resilience.sharding.mesh import options_with_fewer, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions
 
@@ -40,8 +40,12 @@ def test_accumulation(batches: int, before: int, now: int, expected: tuple[int, 
     assert accumulation(batches, before, now) == expected
 
 
+def lost(rank: int, at_s: float) -> Fault:
+    return Fault(kind="lost", rank=rank, step=5, message="the process is gone", at_s=at_s)
+
+
 def test_policy_drops_what_is_lost_if_it_may() -> None:
-    fault = lost(2, step=5, at_s=1.0)
+    fault = lost(2, at_s=1.0)
     assert isinstance(RestartPolicy().decide(fault, []), GiveUp)
     assert RestartPolicy(min_world_size=1).decide(fault, []) == DropRank(2, "the process is gone")
     assert isinstance(RestartPolicy(min_world_size=1).decide(fault, [], can_respawn=True), RespawnRank)
@@ -49,8 +53,8 @@ def test_policy_drops_what_is_lost_if_it_may() -> None:
 
 def test_two_losses_at_the_same_step_are_no_repetition() -> None:
     policy = RestartPolicy(min_world_size=1)
-    earlier = [lost(2, step=5, at_s=1.0)]
-    assert isinstance(policy.decide(lost(1, step=5, at_s=2.0), earlier), DropRank)
+    earlier = [lost(2, at_s=1.0)]
+    assert isinstance(policy.decide(lost(1, at_s=2.0), earlier), DropRank)
 
 
 def test_a_rank_without_a_usable_device_is_dropped() -> None:
@@ -128,10 +132,15 @@ def test_rank_0_says_who_is_there() -> None:
     """Whoever comes too late finds out that the others go on without it."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # not in __all__
     reports = [Report(rank=rank, standing=Standing(step=3, stage=0)) for rank in range(3)]
-    first, late = (Generation(store, 0, rank, 3) for rank in (0, 2))
-    store.set("generation/0/report/1", reports[1].to_json())
-    assert first.report_present(reports[0], timeout_s=0.05) == reports[:2]
-    assert late.report_present(reports[2], timeout_s=0.05) == reports[:2]
+    first, second, late = (Generation(store, 0, rank, 3) for rank in range(3))
+    with pytest.raises(dist.DistStoreError):  # it says what it has to, and waits for rank 0
+        second.report(reports[1], timeout_s=0.01, without_late=True)
+    meeting = first.report(reports[0], timeout_s=0.05, without_late=True)
+    assert list(meeting.reports) == reports[:2]
+    assert [(fault.kind, fault.rank, fault.step) for fault in meeting.lost] == [("lost", 2, 3)]
+    assert second.report(reports[1], timeout_s=0.05, without_late=True) == meeting
+    with pytest.raises(RankLost, match="rank 2 has not come within"):
+        late.report(reports[2], timeout_s=0.05, without_late=True)
 
 
 class Process:
