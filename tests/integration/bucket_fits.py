@@ -1,6 +1,6 @@
-"""Runs on each rank: trainings whose checkpoints lie in a bucket, and what became of them.
+"""Runs on each rank: trainings whose checkpoints lie on a remote storage, and what became of them.
 
-bucket_fits FOLDER OPTIONS SCENARIO...
+bucket_fits FOLDER URL OPTIONS SCENARIO...
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
 
-from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, newest_checkpoint
+from lightning_resilience import AsyncCheckpointIO, KeepLatest, ResilientFSDPStrategy, newest_checkpoint
+from lightning_resilience.checkpoint.backpressure import OnBusy
 from lightning_resilience.sharding.shard import reshard_all
 from tests.integration.fits import Net, loader
-from tests.servers.s3 import BUCKET
 
 FIRST, ALL = 3, 7
+SHORT = 5
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,37 @@ class Job:
     """What all scenarios get."""
 
     folder: Path
+    url: str
     options: dict[str, Any] | None
 
 
-def trainer(job: Job, steps: int, dirpath: str | None, **arguments: Any) -> L.Trainer:
-    saving = ModelCheckpoint(
-        dirpath, filename="{step}", every_n_train_steps=2, monitor="step", mode="max", save_top_k=2, save_last=True
-    )
+class Tested(Net):
+    """Evaluates what it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.test_losses: list[float] = []
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.test_losses.append(mse_loss(self.net(batch[0]), batch[1]).item())
+
+
+def trainer(
+    job: Job,
+    steps: int,
+    dirpath: str | None,
+    keep: Sequence[KeepLatest] | None = None,
+    on_busy: OnBusy = "latest",
+    **arguments: Any,
+) -> L.Trainer:
+    best: dict[str, Any] = {"save_top_k": 2, "monitor": "step", "mode": "max"}
+    which = best if keep is None else {"save_top_k": -1}  # the policies decide
+    saving = ModelCheckpoint(dirpath, filename="{step}", every_n_train_steps=2, save_last=True, **which)
     return L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ResilientFSDPStrategy(),
-        plugins=[AsyncCheckpointIO(storage_options=job.options)],
+        plugins=[AsyncCheckpointIO(storage_options=job.options, keep=keep, on_busy=on_busy)],
         callbacks=[saving],
         use_distributed_sampler=False,
         enable_progress_bar=False,
@@ -54,9 +76,17 @@ def trainer(job: Job, steps: int, dirpath: str | None, **arguments: Any) -> L.Tr
     )
 
 
-def fit(job: Job, steps: int, dirpath: str | None, ckpt_path: str | None, seed: int, **arguments: Any) -> Any:
+def fit(
+    job: Job,
+    steps: int,
+    dirpath: str | None,
+    ckpt_path: str | None,
+    seed: int,
+    kind: type[Net] = Net,
+    **arguments: Any,
+) -> Any:
     torch.manual_seed(seed)
-    model = Net()
+    model = kind()
     training = trainer(job, steps, dirpath, **arguments)
     training.fit(model, loader(), ckpt_path=ckpt_path)
     reshard_all(model)
@@ -69,7 +99,14 @@ def fit(job: Job, steps: int, dirpath: str | None, ckpt_path: str | None, seed: 
         "resumed": training.ckpt_path,
         "best": callback.best_model_path,
         "last": callback.last_model_path,
+        "tested": test_the_best(training, model) if isinstance(model, Tested) else None,
     }
+
+
+def test_the_best(training: L.Trainer, model: Tested) -> list[float]:
+    """Losses of the batches, with the weights of the best checkpoint."""
+    training.test(model, loader(), ckpt_path="best", verbose=False)
+    return model.test_losses
 
 
 def uninterrupted(job: Job) -> Any:
@@ -77,16 +114,16 @@ def uninterrupted(job: Job) -> Any:
 
 
 def stopped(job: Job) -> Any:
-    return fit(job, FIRST, f"s3://{BUCKET}/run", None, seed=1)
+    return fit(job, FIRST, f"{job.url}/run", None, seed=1)
 
 
 def resumed_from_last(job: Job) -> Any:
-    return fit(job, ALL, f"s3://{BUCKET}/run", "last", seed=2)
+    return fit(job, ALL, f"{job.url}/run", "last", seed=2)
 
 
 def resumed_from_newest(job: Job) -> Any:
-    path = newest_checkpoint(f"s3://{BUCKET}/run", storage_options=job.options)
-    return fit(job, ALL + 2, f"s3://{BUCKET}/run", path, seed=2)
+    path = newest_checkpoint(f"{job.url}/run", storage_options=job.options)
+    return fit(job, ALL + 2, f"{job.url}/run", path, seed=2, kind=Tested)
 
 
 def root_directory(job: Job) -> Any:
@@ -95,15 +132,32 @@ def root_directory(job: Job) -> Any:
     assert job.options is not None
     os.environ.update({variable: job.options[option] for option, variable in names.items()})
     os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-    job, root = Job(job.folder, None), f"s3://{BUCKET}/root"
+    job, root = replace(job, options=None), f"{job.url}/root"
     first = fit(job, FIRST, None, None, seed=1, default_root_dir=root, logger=None)
     last = fit(job, ALL, first["best"].rpartition("/")[0], "last", seed=2, default_root_dir=root)
     return {"first": first, "last": last}
 
 
+def on_a_file_server(job: Job) -> Any:
+    """`ModelCheckpoint` logs in as soon as it is made, so fsspec is told how."""
+    assert job.options is not None
+    fsspec.config.conf["sftp"] = job.options
+    whole = fit(job, SHORT, str(job.folder / "local"), None, seed=1)
+    every_one: Any = {"keep": [KeepLatest(1)], "on_busy": "wait"}
+    first = fit(job, FIRST, f"{job.url}/run", None, seed=1, **every_one)
+    return {"whole": whole, "first": first, "last": fit(job, SHORT, f"{job.url}/run", "last", seed=2, **every_one)}
+
+
 SCENARIOS: dict[str, Callable[[Job], Any]] = {
     scenario.__name__: scenario
-    for scenario in (uninterrupted, stopped, resumed_from_last, resumed_from_newest, root_directory)
+    for scenario in (
+        uninterrupted,
+        stopped,
+        resumed_from_last,
+        resumed_from_newest,
+        root_directory,
+        on_a_file_server,
+    )
 }
 
 
@@ -113,9 +167,9 @@ def main() -> None:
     )
     logging.getLogger("lightning_resilience").setLevel(logging.DEBUG)
     torch.set_num_threads(1)
-    job = Job(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    job = Job(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
     results = {}
-    for name in sys.argv[3:]:
+    for name in sys.argv[4:]:
         try:
             results[name] = SCENARIOS[name](job)
         except Exception as error:  # the test looks at it

@@ -16,9 +16,11 @@ from lightning_resilience.checkpoint.exchange import Alone
 from lightning_resilience.checkpoint.reader import ShardReader
 from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.verify import choose
-from tests.integration.bucket_fits import ALL, FIRST, SCENARIOS
+from tests.integration.bucket_fits import ALL, FIRST
 from tests.integration.ranks import Stem
 from tests.servers.s3 import BUCKET, SECRET, Fault, S3Server
+
+SCENARIOS = ("uninterrupted", "stopped", "resumed_from_last", "resumed_from_newest", "root_directory")
 
 
 def one_in_ten(dice: random.Random) -> Callable[[str, str], Fault | None]:
@@ -42,6 +44,7 @@ def trained(stem: Stem, s3_server: S3Server, tmp_path_factory: pytest.TempPathFa
     output = stem.run(
         "tests.integration.bucket_fits:main",
         str(folder),
+        f"s3://{BUCKET}",
         json.dumps(options),
         *SCENARIOS,
         ranks=2,
@@ -67,7 +70,7 @@ def test_requests_did_fail(trained: Any) -> None:
     assert "Traceback" not in trained["output"]
 
 
-@pytest.mark.parametrize("name", list(SCENARIOS))
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_every_scenario_ends(trained: Any, name: str) -> None:
     scenario(trained, name)
 
@@ -85,6 +88,14 @@ def test_newest_on_a_bucket(trained: Any) -> None:
     third = scenario(trained, "resumed_from_newest")
     assert third["resumed"].startswith(f"s3://{BUCKET}/run/")
     assert sorted(losses(third)) == list(range(ALL, ALL + 3))
+
+
+def test_the_best_on_a_bucket_is_tested(trained: Any) -> None:
+    """Not the weights that training has ended with, a step later."""
+    third = scenario(trained, "resumed_from_newest")
+    assert third["best"] == f"s3://{BUCKET}/run/step={ALL + 1}.ckpt"
+    batch = (ALL + 1) % 3  # of the step after it
+    assert third["tested"][batch] == losses(third)[ALL + 2]
 
 
 def test_the_root_directory_may_be_a_bucket(trained: Any) -> None:
