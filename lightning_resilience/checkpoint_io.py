@@ -583,7 +583,10 @@ def _is_pending(trainer: Trainer, path: str) -> bool:
 
 def _options_of(trainer: Trainer, directory: str) -> Mapping[str, Any] | None:
     plugin = trainer.strategy.checkpoint_io
-    return plugin.options_for(directory) if isinstance(plugin, AsyncCheckpointIO) else None
+    if not isinstance(plugin, AsyncCheckpointIO):
+        return None
+    plugin.place(directory)  # an error for one that cannot be, before training rather than at the first save
+    return plugin.options_for(directory)
 
 
 def _last_of(trainer: Trainer, directories: list[str]) -> str | None:

@@ -291,7 +291,35 @@ def test_a_password_in_a_url_is_refused_without_showing_it(sftp: SftpServer) -> 
     assert PASSWORD not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["nonsense://a/b", "simplecache::s3://bucket/run"])
-def test_a_url_that_nothing_here_knows_is_refused(url: str) -> None:
-    with pytest.raises(ConfigurationError):
-        newest_checkpoint(url)
+def test_a_url_that_nothing_here_knows_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot use nonsense://"):
+        newest_checkpoint("nonsense://a/b")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "simplecache::s3://bucket/run",
+        "dir::memory://run",
+        "https://host/run",
+        "zip://run::s3://bucket/a.zip",
+        "github://repository/run",
+    ],
+)
+def test_what_cannot_hold_checkpoints_is_refused_before_training(url: str, shm: str) -> None:
+    """Also where fsspec would take the bytes and lose them, or hide from a rank what another has written."""
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=[AsyncCheckpointIO(shm_dir=shm)],
+        callbacks=[ModelCheckpoint()],
+        default_root_dir=url,
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = BoringModel()
+    before = model.layer.weight.clone()
+    with pytest.raises(ConfigurationError, match="Checkpoints go to local paths, s3://"):
+        trainer.fit(model)
+    assert model.layer.weight.equal(before)

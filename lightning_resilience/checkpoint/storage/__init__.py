@@ -26,6 +26,15 @@ __all__ = [
 ]
 
 _LOCAL = ("file://", "local://")
+_NO_PLACE = {  # what fsspec only reads, or what stands before another file system
+    *("http", "https", "data", "git", "github", "gist", "dvc", "reference", "root", "dask", "jupyter", "jlab"),
+    *("zip", "tar", "libarchive"),
+    *("dir", "cached", "blockcache", "filecache", "simplecache", "generic", "async_wrapper", "asyncwrapper"),
+}
+_WORKS = (
+    "Checkpoints go to local paths, s3://, gs://, abfs:// and other object stores, sftp:// and other file servers that"
+    " fsspec writes to, and memory://."
+)
 
 
 def storage_for(path: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -36,7 +45,7 @@ def storage_for(path: str, storage_options: Mapping[str, Any] | None = None) -> 
         storage_options: For the file system of a URL, which gets them untouched; local paths need none.
 
     Raises:
-        ConfigurationError: Nothing here knows that kind of URL, or it holds a password.
+        ConfigurationError: Nothing here knows that kind of URL, nothing can be written to it, or it holds a password.
     """
     if not is_url(path) or path.startswith(_LOCAL):
         return _LOCAL_STORAGE
@@ -47,7 +56,12 @@ def storage_for(path: str, storage_options: Mapping[str, Any] | None = None) -> 
             f"the {kind}:// URL holds a password, and URLs are shown in logs: pass it in storage_options instead"
         )
     if "::" in kind:
-        raise ConfigurationError(f"checkpoints cannot go through the chain {kind}: use the last URL of it alone")
+        raise ConfigurationError(
+            f"checkpoints cannot go through the chain {kind}: use the last URL of it alone. What stands before it would"
+            f" hide what other processes write. {_WORKS}"
+        )
+    if kind in _NO_PLACE:
+        raise ConfigurationError(f"checkpoints cannot lie on {kind}://, as in {path!r}. {_WORKS}")
     return _remote(kind, host, path, storage_options or {})
 
 
