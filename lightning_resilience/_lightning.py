@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import fsspec
@@ -301,11 +301,18 @@ def show_pending_saves(is_pending: Callable[[Trainer, str], bool]) -> None:
     def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
         self._fs.invalidate_cache()  # other processes write there
         pending = is_pending(trainer, os.fspath(filepath))  # everywhere: what it raises must not leave ranks waiting
-        here = trainer.is_global_zero and (pending or self._fs.exists(filepath))
+        with asking_storage(trainer):
+            here = trainer.is_global_zero and (pending or self._fs.exists(filepath))
         return trainer.strategy.reduce_boolean_decision(here, all=False)
 
     file_exists.shows_pending = True  # type: ignore[attr-defined]
     ModelCheckpoint.file_exists = file_exists  # type: ignore[method-assign]
+
+
+def asking_storage(trainer: Trainer) -> AbstractContextManager[None]:
+    """For what a rank asks of storage in the middle of training: a strategy that looks for hangs knows of it then."""
+    asking: Callable[[], AbstractContextManager[None]] = getattr(trainer.strategy, "asking_storage", nullcontext)
+    return asking()
 
 
 class Keeper(Protocol):
@@ -370,7 +377,8 @@ def hand_over(keeper_of: Callable[[Trainer], Keeper | None]) -> None:
 
     def start(original: Callable[..., None], keeper: Keeper, callback: Any, trainer: Trainer, args: Any) -> None:
         original(callback, trainer, *args)
-        keeper.resume(callback, trainer)
+        with asking_storage(trainer):
+            keeper.resume(callback, trainer)
 
     around("_save_topk_checkpoint", work)
     around("_save_last_checkpoint", work)

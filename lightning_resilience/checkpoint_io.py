@@ -151,6 +151,11 @@ class AsyncCheckpointIO(CheckpointIO):
         """How many saves of this rank ended how, and for how long training has waited for storage."""
         return SaveCounts.of(self.history)
 
+    @property
+    def patience_s(self) -> float:
+        """For how long, in seconds, a save may wait for a free slot or an earlier save before that is an error."""
+        return self._options.patience_s
+
     def advice(self, *, mean_time_between_faults: float | timedelta = ASSUMED_MTBF_S) -> IntervalAdvice | None:
         """How often to save, from what saves have cost so far; None before the first is durable.
 

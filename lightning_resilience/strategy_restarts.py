@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,8 @@ class RestartingStrategy(SnapshottingStrategy):
         """Training will be guarded by itself, and goes on from commits. Called at the end of `setup`."""
         if self._engine is None:
             return
+        if isinstance(plugin := self.checkpoint_io, AsyncCheckpointIO):
+            self._timeouts.saves_may_wait(plugin.patience_s)
         loop = self._loop
         loop.guard = self._engine.guard
         loop.commits = Commits(self._trainer, self._committed)
@@ -184,9 +187,17 @@ class RestartingStrategy(SnapshottingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        with self.asking_storage():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @contextmanager
+    def asking_storage(self) -> Iterator[None]:
+        """What is done here waits for storage, which may take its time: that is no hang of training."""
         before = self._heart.enter(Section.CHECKPOINT)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._heart.enter(before)
+        try:
+            yield
+        finally:
+            self._heart.enter(before)
 
     def _committed(self) -> None:
         if self._fence.closed:

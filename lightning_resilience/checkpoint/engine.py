@@ -67,6 +67,11 @@ class EngineOptions:
     on_busy: OnBusy = "latest"
     max_consecutive_failures: int | None = None
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for a slot: longer than for the deadline of a save, which ends it and frees its slot."""
+        return 1.2 * self.deadline_s + 5.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
@@ -103,8 +108,8 @@ class CheckpointEngine:
         self._options = options
         self._exchange = exchange or Alone()
         self._writer = writer(emit)
-        rank, patience_s = self._exchange.rank, 1.2 * options.deadline_s + 5.0  # missing a deadline ends a save
-        self._slots = Slots(options.shm_dir, options.slots, patience_s, f"rank{rank}", self._writer)
+        rank = self._exchange.rank
+        self._slots = Slots(options.shm_dir, options.slots, options.patience_s, f"rank{rank}", self._writer)
         self._plans = Plans(self._exchange)
         self._history = History(logging.INFO if rank == 0 else logging.DEBUG, emit)
         self._verdicts: list[Verdict] = []

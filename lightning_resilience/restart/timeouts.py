@@ -62,6 +62,7 @@ class Timeouts:
     def __init__(self, hang_timeout_s: float | None, learned: LearnedTimeouts | None = None) -> None:
         self._given = hang_timeout_s
         self._how = learned or LearnedTimeouts()
+        self._save_wait_s = 0.0
         self._seen: dict[Section, deque[float]] = {name: deque(maxlen=self._how.remembered) for name in STEADY}
 
     def took(self, section: Section, seconds: float) -> None:
@@ -69,9 +70,15 @@ class Timeouts:
         if self._given is None and section in STEADY:
             self._seen[section].append(seconds)
 
+    def saves_may_wait(self, seconds: float) -> None:
+        """So long a save may wait for storage that stalls, by itself, before it is an error."""
+        self._save_wait_s = seconds
+
     def limit_s(self, section: Section) -> float:
         """How long a section may take."""
         how = self._how
+        if section is Section.CHECKPOINT:
+            return self._save_wait_s + how.unknown_s
         if section is Section.WAITING:
             return 0.0
         if self._given is not None and section in STEADY | {Section.FIRST_STEP, Section.HOOKS}:

@@ -11,7 +11,10 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -50,6 +53,7 @@ class Run:
         workers: Of the data loader.
         saves: Whether checkpoints are written, and where.
         plugin: Arguments of the checkpoint plugin.
+        stalls: Whether its storage stalls, see `StalledStorage`.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Run:
     workers: int = 0
     saves: str = ""
     plugin: dict[str, Any] = field(default_factory=dict)
+    stalls: bool = False
 
 
 class Net(L.LightningModule):
@@ -272,6 +277,43 @@ class Witness(L.Callback):
         self.journal.restarts.append(incident.cause)
 
 
+class StalledStorage(L.Callback):
+    """For twice as long as makes a hang: first nothing is written, later rank 0 gets no answer to a question."""
+
+    def __init__(self) -> None:
+        self.waking: list[threading.Timer] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        plugin = trainer.strategy.checkpoint_io
+        assert isinstance(plugin, AsyncCheckpointIO)
+        if trainer.global_step == 2:
+            assert plugin._engine is not None
+            pid = plugin._engine.writer_pid
+            os.kill(pid, signal.SIGSTOP)
+            self.waking.append(threading.Timer(2 * HANG_TIMEOUT_S, os.kill, (pid, signal.SIGCONT)))
+            self.waking[0].start()
+        elif trainer.global_step == 8 and trainer.is_global_zero:
+            checkpoints: Any = trainer.checkpoint_callback
+            checkpoints._fs = SlowAnswers(checkpoints._fs)
+
+
+class SlowAnswers:
+    """A file system whose first answer takes long."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exists(self, path: Any) -> bool:
+        if not self._asked:
+            self._asked = True
+            time.sleep(2 * HANG_TIMEOUT_S)
+        return bool(self._inner.exists(path))
+
+
 def data(batches: int) -> TensorDataset:
     rank, generator = int(os.environ["RANK"]), torch.Generator().manual_seed(7)
     rows = torch.randn(2 * BATCH * batches, 4, generator=generator)
@@ -292,6 +334,8 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
     stopping = EarlyStopping("val_loss", patience=3)
     injector = FaultInjector([PlannedFault(**fault) for fault in run.faults], tell)
     callbacks: list[L.Callback] = [average, witness, stopping, injector]
+    if run.stalls:
+        callbacks.append(StalledStorage())
     if run.saves:
         callbacks.append(ModelCheckpoint(run.saves, filename="{step}", every_n_train_steps=2, save_top_k=-1))
     patient = RestartPolicy(max_restarts_without_progress=20)  # many faults at the end of an epoch

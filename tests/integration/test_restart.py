@@ -106,6 +106,7 @@ def saving_runs(folder: Path) -> list[Run]:
         saving("unnormalized", [], folder, model="Unnormalized"),
         saving("torn_with_snapshots", TORN, folder, **every_step),
         saving("saving_with_faults", SAVING, folder),
+        saving("stalled", [], folder, stalls=True),
     ]
 
 
@@ -187,6 +188,13 @@ def test_a_state_that_cannot_be_trusted_comes_from_a_copy(
         rank_zero_only = ("average",) if (name, number) == ("torn", 1) else ()  # of callbacks, in a checkpoint
         as_if_nothing_had_happened(rank[name], rank[calm], but=rank_zero_only)
         assert len(rank[name]["restarts"]) == len(faults)
+
+
+def test_storage_that_stalls_is_no_hang_of_training(results: Results) -> None:
+    """For twice the time that makes one: neither while it writes nor where a rank waits for its answer."""
+    for rank in results:
+        assert rank["stalled"]["restarts"] == []
+        as_if_nothing_had_happened(rank["stalled"], rank["saving"])
 
 
 def test_manual_optimization_goes_on_exactly(results: Results) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from lightning_resilience.checkpoint.engine import EngineOptions
 from lightning_resilience.errors import ConfigurationError, RestartSignal
 from lightning_resilience.restart.abort import abort_backends, is_failed_collective
 from lightning_resilience.restart.control import Generation
@@ -195,6 +196,15 @@ def test_a_given_timeout_holds_for_steps_and_hooks_but_not_for_saves() -> None:
     timeouts = Timeouts(3.0)
     assert timeouts.limit_s(Section.TRAIN_STEP) == timeouts.limit_s(Section.FIRST_STEP) == 3.0
     assert timeouts.limit_s(Section.CHECKPOINT) == 1800.0
+
+
+def test_a_save_that_may_wait_for_hours_is_no_hang() -> None:
+    """The plugin gives a save up by itself: with `timeout` as long as the watchdog's patience it has the last word."""
+    timeouts = Timeouts(3.0)
+    patience_s = EngineOptions(deadline_s=7200.0).patience_s
+    timeouts.saves_may_wait(patience_s)
+    assert timeouts.limit_s(Section.CHECKPOINT) > patience_s > 7200.0
+    assert timeouts.limit_s(Section.HOOKS) == 3.0
 
 
 def test_timeouts_are_learned_and_exceptions_forgotten() -> None:
