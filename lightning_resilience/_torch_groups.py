@@ -14,8 +14,9 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
+import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_resilience._torch import parameter_groups
+from lightning_resilience._torch import cuda_in_use, parameter_groups
 
 __all__ = ["PrefixStore", "Store", "TCPStore"]
 
@@ -100,6 +101,14 @@ def live_groups() -> list[dist.ProcessGroup]:
 def live_names() -> list[str]:
     """Their names."""
     return list(c10d._world.pg_names.values())
+
+
+def group_of_today(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The live group of the same name, which is another object once groups were made again; else the group itself."""
+    world = c10d._world
+    if group in world.pg_map:
+        return group
+    return next((live for live, name in world.pg_names.items() if name == group.group_name), group)
 
 
 def device_backends(group: dist.ProcessGroup) -> list[Any]:
@@ -324,3 +333,31 @@ def _link(fd: int) -> str | None:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return None
+
+
+def collectives_begun() -> dict[str, int]:
+    """How many collectives this process has begun in each of its groups, by name and what the group is for.
+
+    Without groups that do not count.
+
+    ``ProcessGroup._get_sequence_number_for_group`` (torch 1.9 on).
+    """
+    counts: dict[str, int] = {}
+    for group in live_groups():
+        with contextlib.suppress(RuntimeError):  # its backend does not count
+            purpose = "" if group.group_desc in ("", "undefined") else f" ({group.group_desc})"
+            counts[group.group_name + purpose] = int(cast("Any", group)._get_sequence_number_for_group())
+    return counts
+
+
+def flight_record() -> bytes | None:
+    """What torch's flight recorder holds, as ``torchfrtrace`` reads it; None where it is not switched on.
+
+    ``_dump_nccl_trace`` (torch 2.3 on, in builds with NCCL) and ``_dump_fr_trace`` (torch 2.9 on).
+    """
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"))
+    if not size.isdigit() or int(size) == 0:
+        return None
+    names = ("_dump_nccl_trace", "_dump_fr_trace") if cuda_in_use() else ("_dump_fr_trace",)
+    dump = next((getattr(_c10d, name) for name in names if hasattr(_c10d, name)), None)
+    return None if dump is None else bytes(dump())

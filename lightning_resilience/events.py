@@ -95,6 +95,15 @@ class EventLog:
             log.warning("events are missing from %s: %s", self.path, why)
 
 
+def event_file(run_directory: str) -> Path:
+    """Where events of a run go: into its directory, or into the current one where that is a URL.
+
+    Object stores cannot append, and a log of faults must not depend on what may be at fault.
+    """
+    local = run_directory.removeprefix("file://")
+    return Path(FILE).absolute() if "://" in local else Path(local) / FILE
+
+
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All whole lines of an event file, in order; a last line that was cut by a kill is left out."""
     events: list[dict[str, Any]] = []

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.utilities.types import _PATH
@@ -30,7 +29,7 @@ from lightning_resilience.data import installed_loop
 from lightning_resilience.data.commits import Commits
 from lightning_resilience.data.fit_loop import ResumableFitLoop
 from lightning_resilience.errors import StateLost
-from lightning_resilience.events import FILE, EventLog
+from lightning_resilience.events import EventLog, event_file
 from lightning_resilience.restart.control import Control, open_control
 from lightning_resilience.restart.engine import Patience, RestartEngine
 from lightning_resilience.restart.events import Incident
@@ -122,7 +121,7 @@ class RestartingStrategy(SnapshottingStrategy):
             fence=self._fence,
             heart=self._heart,
             timeouts=self._timeouts,
-            events=EventLog(Path(self._trainer.default_root_dir) / FILE, rank=self.global_rank),
+            events=EventLog(event_file(str(self._trainer.default_root_dir)), rank=self.global_rank),
             generation=self._generation,
             patience=self.patience,
         )

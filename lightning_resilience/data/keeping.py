@@ -2,7 +2,7 @@
 
 Numbers and strings are kept as they are. Of lists, dictionaries and sets the contents are kept, of tensors and modules
 a copy; copies are shared between rememberings for as long as torch's version counter says that nothing was written.
-Anything else is kept by reference only.
+Of a process group the name is kept: the group may have been made again since. Anything else is kept by reference only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_resilience._torch_groups import group_of_today
 
 PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that cannot change. Looked up by exact type: it is done some hundred times a step."""
@@ -66,6 +69,8 @@ def _keeper_of(kind: type) -> Keeper | None:
         _KEEPERS[kind] = keep_tensor if issubclass(kind, Tensor) else None
         if issubclass(kind, nn.Module):
             _KEEPERS[kind] = _keep_module
+        if issubclass(kind, dist.ProcessGroup):
+            _KEEPERS[kind] = _keep_group
     return _KEEPERS[kind]
 
 
@@ -187,6 +192,10 @@ def _keep_module(module: nn.Module, copies: Copies) -> PutBack:
         return module
 
     return put_back
+
+
+def _keep_group(group: dist.ProcessGroup, copies: Copies) -> PutBack:
+    return lambda: group_of_today(group)
 
 
 def _same_tuple(original: Any, items: list[Any]) -> Any:

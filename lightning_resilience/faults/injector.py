@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,6 +37,7 @@ class FaultInjector(L.Callback):
         self._plan = Plan(faults)
         self._tell = tell
         self._watched: set[int] = set()
+        self._group: dist.ProcessGroup | None = None
 
     def pass_by(self, trainer: L.Trainer, place: Place) -> None:
         """For places in the user's own code, which callbacks do not see.
@@ -49,7 +51,15 @@ class FaultInjector(L.Callback):
         fault = self._plan.due(place, trainer.global_step, trainer.global_rank)
         if fault is not None:
             self._tell(fault)
-            strike(fault)
+            if fault.kind == "skip":
+                self._wait_without(fault.rank, trainer.global_rank)
+            else:
+                strike(fault)
+
+    def _wait_without(self, absent: int, rank: int) -> None:
+        """In a group of its own: in one that has other uses the barrier would meet another collective."""
+        if rank != absent:
+            dist.barrier(self._group)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -62,6 +72,8 @@ class FaultInjector(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._watch(trainer, pl_module)
+        if self._group is None and self._plan.includes("skip"):
+            self._group = dist.new_group()
         self._pass(trainer, "train_start")
 
     @override

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from lightning_resilience.errors import ConfigurationError
 
-Kind = Literal["raise", "hang", "hold", "stop", "kill", "exit", "interrupt"]
+Kind = Literal["raise", "hang", "hold", "stop", "kill", "exit", "interrupt", "skip"]
 """An exception; a sleep without end; an hour in C code that holds the interpreter's lock; SIGSTOP; SIGKILL;
-``sys.exit(3)``; ``KeyboardInterrupt``."""
+``sys.exit(3)``; ``KeyboardInterrupt``; a barrier that all ranks but this one wait in."""
 
 Place = Literal[
     "prepare_data",
@@ -99,10 +99,15 @@ class Plan:
     def __init__(self, faults: Iterable[PlannedFault]) -> None:
         self._left = {fault: fault.times for fault in faults}
 
+    def includes(self, kind: Kind) -> bool:
+        """Whether such a fault is planned."""
+        return any(fault.kind == kind for fault in self._left)
+
     def due(self, place: Place, step: int, rank: int) -> PlannedFault | None:
-        """The fault that happens now to this rank, which is then used up."""
+        """The fault that happens now to this rank, or to the others by what it leaves out; it is then used up."""
         for fault, times in self._left.items():
-            if times and (fault.place, fault.step, fault.rank) == (place, step, rank):
+            is_concerned = fault.rank == rank or fault.kind == "skip"
+            if times and is_concerned and (fault.place, fault.step) == (place, step):
                 self._left[fault] = times - 1
                 return fault
         return None

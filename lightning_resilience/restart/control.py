@@ -30,6 +30,7 @@ from lightning_resilience.restart.peers import Place
 from lightning_resilience.restart.policy import Fault
 from lightning_resilience.restart.reports import Meeting, Report, Standing, fault_from_json, fault_to_json
 from lightning_resilience.restart.roll import Pulse
+from lightning_resilience.restart.witness import Statement
 
 OVER = "over"
 _FOREVER = timedelta(days=365)
@@ -73,6 +74,15 @@ class Generation:
         """This rank is done. When all are, the generation is over."""
         if self._store.add("finished", 1) == len(self._ranks):
             self._store.compare_set("alarm", "", OVER)
+
+    def state(self, statement: Statement) -> None:
+        """Say where this rank is, before anything is interrupted."""
+        self._store.set(f"statement/{self._rank}", statement.to_json())
+
+    def statements(self) -> list[Statement]:
+        """Of the ranks that have made one so far, in their order."""
+        keys = [key for rank in self._ranks if self._store.check([key := f"statement/{rank}"])]
+        return [Statement.from_json(text) for text in self._store.multi_get(keys)] if keys else []
 
     def declare_lost(self, fault: Fault) -> None:
         """A rank is gone for good: nobody waits for it in this generation, and it is told, should it come."""

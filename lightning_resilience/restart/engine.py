@@ -34,8 +34,9 @@ from lightning_resilience.events import EventLog
 from lightning_resilience.restart.abort import abort_groups, is_failed_collective
 from lightning_resilience.restart.company import Company
 from lightning_resilience.restart.control import Control, Generation
-from lightning_resilience.restart.events import Fewer, GaveUp, Incident, Stuck
+from lightning_resilience.restart.events import Fewer, GaveUp, Hang, Incident, Stuck
 from lightning_resilience.restart.fence import Fence
+from lightning_resilience.restart.flight_recorder import DIRECTORY, keep_flight_record
 from lightning_resilience.restart.interrupt import Interrupter
 from lightning_resilience.restart.meeting import (
     FromRestorePoint,
@@ -56,6 +57,7 @@ from lightning_resilience.restart.policy import (
 from lightning_resilience.restart.reports import SETTING_UP, Meeting, Report, Standing, in_words
 from lightning_resilience.restart.timeouts import Section, Timeouts
 from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
+from lightning_resilience.restart.witness import suspects, whereabouts
 from lightning_resilience.restart.world import World, why_not_without, world_without
 
 log = logging.getLogger(__name__)
@@ -415,7 +417,19 @@ class RestartEngine:
             echo=is_failed_collective(error),
             unfit=self._workload.unfit(),
         )
-        return generation.report(report, self._patience.meeting_s, without_late=self._policy.min_world_size is not None)
+        with_fewer = self._policy.min_world_size is not None
+        meeting = generation.report(report, self._patience.meeting_s, without_late=with_fewer)
+        if alarm.kind == "hang" and meeting.reports[0].rank == self._control.rank:
+            self._tell_where_ranks_were(generation, alarm)
+        return meeting
+
+    def _tell_where_ranks_were(self, generation: Generation, alarm: Fault) -> None:
+        statements = generation.statements()
+        suspected = suspects(alarm.rank, statements)
+        missing = set(range(self._control.world_size)) - {statement.rank for statement in statements}
+        log.warning("%s\n%s", in_words(alarm), whereabouts(suspected, statements, sorted(missing)))
+        reasons = {str(rank): why for rank, why in suspected.items()}
+        self._events.write(Hang(alarm=alarm, suspects=reasons, ranks=statements))
 
     def _store_lost(self) -> RankLost:
         """Rank 0 is lost, and with it the control store."""
@@ -572,6 +586,9 @@ class RestartEngine:
 
     def _unblock(self, generation: Generation, alarm: Fault) -> None:
         """On the monitor's thread."""
+        if alarm.kind == "hang":
+            generation.state(self._heart.statement(self._control.rank))
+            keep_flight_record(self._events.path.parent / DIRECTORY, generation.number, self._control.rank)
         if alarm.kind != "lost":  # without the lost rank nobody comes up to the others
             self._settle(generation, alarm)
         self._bring_out(in_words(alarm), alarm)

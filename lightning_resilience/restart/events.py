@@ -12,6 +12,7 @@ from lightning_resilience.events import Event
 from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, Resumption
 from lightning_resilience.restart.policy import Fault
 from lightning_resilience.restart.reports import in_words
+from lightning_resilience.restart.witness import Statement
 from lightning_resilience.restart.world import World
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,16 @@ class Stuck(Event):
     kind: ClassVar[str] = "stuck"
     alarm: Fault
     where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Event):
+    """No progress: where each rank was, and who the others seem to wait for. Of one rank, for all."""
+
+    kind: ClassVar[str] = "hang"
+    alarm: Fault
+    suspects: Mapping[str, str]
+    ranks: Sequence[Statement]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_resilience._torch import cuda_in_use
+from lightning_resilience._torch_groups import collectives_begun
 from lightning_resilience.restart.control import Generation
 from lightning_resilience.restart.policy import Fault
 from lightning_resilience.restart.timeouts import Section, Timeouts
+from lightning_resilience.restart.witness import Statement
 
 _SHORTEST_TURN_S, _LONGEST_TURN_S = 0.02, 1.0
 _TURNS = 20
@@ -54,6 +56,18 @@ class Heart:
         self.beat = Beat(section, now)
         self._timeouts.took(before.section, now - before.since)
         return before.section
+
+    def statement(self, rank: int) -> Statement:
+        """Where this rank is. Any thread."""
+        beat, stack = self.beat, main_thread_stack()
+        return Statement(
+            rank=rank,
+            section=beat.section.value,
+            seconds=self._clock() - beat.since,
+            waits=waits_for_others(beat.section, stack),
+            collectives=collectives_begun(),
+            stack=[f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack],
+        )
 
 
 class Watchdog:
@@ -138,13 +152,20 @@ class Watchdog:
         return True
 
     def _waits(self) -> bool:
-        """On CUDA collectives run beside the main thread, which may wait for them anywhere."""
-        return cuda_in_use() or self._heart.beat.section is Section.WAITING or in_collective(main_thread_stack())
+        return waits_for_others(self._heart.beat.section, main_thread_stack())
 
     def _turn_s(self) -> float:
         """Not longer in a section that may last, as the next one may not."""
         limit = min(self._timeouts.limit_s(self._heart.beat.section), self._timeouts.stopped_s)
         return min(max(limit / _TURNS, _SHORTEST_TURN_S), _LONGEST_TURN_S)
+
+
+def waits_for_others(section: Section, stack: Iterable[traceback.FrameSummary]) -> bool:
+    """Whether the main thread is where only other ranks can bring it out.
+
+    On CUDA collectives run beside the main thread, which may wait for them anywhere.
+    """
+    return cuda_in_use() or section is Section.WAITING or in_collective(stack)
 
 
 def main_thread_stack() -> list[traceback.FrameSummary]:

@@ -59,6 +59,7 @@ EXCEPTIONS = [
 ]
 HANGS = [
     fault("hang", "forward", rank=1, step=1),
+    fault("skip", "batch_start", rank=1, step=3),
     fault("hang", "backward", rank=0, step=4),
     fault("hang", "batch_end", rank=1, step=5),
     fault("hang", "validation", rank=0, step=6),
@@ -233,5 +234,13 @@ def test_both_ranks_tell_the_same_story(results: Results, folder: Path) -> None:
 @pytest.mark.usefixtures("results")
 def test_events_are_written(folder: Path) -> None:
     events = [json.loads(line) for line in (folder / "hangs" / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == ["restarted"] * 2 * len(HANGS)
-    assert {"unblock", "reset", "meeting", "rebuild", "restore"} <= events[0]["phases"].keys()
+    restarts = [event for event in events if event["kind"] == "restarted"]
+    assert len(restarts) == 2 * len(HANGS)
+    assert {"unblock", "reset", "meeting", "rebuild", "restore"} <= restarts[0]["phases"].keys()
+    hangs = [event for event in events if event["kind"] == "hang"]
+    assert len(events) == len(restarts) + len(hangs)
+    suspected = [["0", "1"] if fault["kind"] == "skip" else [str(fault["rank"])] for fault in HANGS]
+    assert [sorted(event["suspects"]) for event in hangs] == suspected  # of two ranks either may have left one out
+    for event in hangs:
+        assert [statement["rank"] for statement in event["ranks"]] == [0, 1]
+        assert all(any("restarts.py" in frame for frame in statement["stack"]) for statement in event["ranks"])

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from lightning_resilience import events
-from lightning_resilience.events import Event, EventLog, read_events
+from lightning_resilience.events import Event, EventLog, event_file, read_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +77,19 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@pytest.mark.parametrize(
+    ("run_directory", "expected"),
+    [
+        ("/runs/a", "/runs/a/events.jsonl"),
+        ("file:///runs/a", "/runs/a/events.jsonl"),
+        ("s3://bucket/a", "{here}/events.jsonl"),
+        ("simplecache::s3://bucket/a", "{here}/events.jsonl"),
+    ],
+)
+def test_events_of_a_run_on_a_url_go_to_the_current_directory(
+    run_directory: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(event_file(run_directory)) == expected.format(here=tmp_path)

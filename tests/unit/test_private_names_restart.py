@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import socket
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_resilience import _lightning, _torch, _torch_groups
+from lightning_resilience.data.keeping import Copies, keep_dict
 from lightning_resilience.sharding.blueprint import Blueprint
 
 
@@ -55,6 +57,20 @@ def test_groups_are_made_again_under_their_names(world: dist.ProcessGroup) -> No
     assert dist.get_process_group_ranks(new[mine]) == [0]
     dist.all_reduce(torch.ones(1), group=new[mine])
     assert dist.new_group([0]).group_name not in names
+
+
+def test_what_is_put_back_later_holds_the_groups_of_today(world: dist.ProcessGroup) -> None:
+    """A commit is older than the groups that a restart makes, and with two faults in a row by two restarts."""
+    mine = dist.new_group([0], backend="gloo")
+    table = {"mine": mine, "several": [mine, world], "by_name": {"pair": (mine, 1)}}
+    put_back = keep_dict(table, Copies())
+    remake()
+    again = remake()
+    new_world, new = again.values()
+    put_back()
+    assert table == {"mine": new, "several": [new, new_world], "by_name": {"pair": (new, 1)}}
+    remake()
+    assert _torch_groups.group_of_today(new) is not new
 
 
 def test_groups_that_are_not_wanted_are_closed(world: dist.ProcessGroup) -> None:
@@ -173,3 +189,24 @@ def test_what_loops_remember() -> None:
         trainer
     ).keys()
     assert _lightning.training_results(trainer) is not _lightning.evaluation_results(trainer)
+
+
+def test_groups_count_their_collectives(world: dist.ProcessGroup) -> None:
+    name = f"{world.group_name} (default_pg)"
+    before = _torch_groups.collectives_begun()[name]
+    dist.all_reduce(torch.ones(1))
+    assert _torch_groups.collectives_begun() == {name: before + 1}
+
+
+def test_the_flight_recorder_is_asked_only_when_switched_on(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
+    assert _torch_groups.flight_record() is None
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    assert _torch_groups.flight_record() is None
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    record = _torch_groups.flight_record()
+    assert record is not None
+    assert {"entries", "version", "pg_config"} <= pickle.loads(record).keys()
