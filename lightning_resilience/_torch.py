@@ -111,6 +111,23 @@ def cuda_in_use() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
+def memory_of_batches(model: Module | None, optimizers: Sequence[Any], device: torch.device) -> int:
+    """Bytes in use on a CUDA device by all but what is there to stay: gradients and the state of optimizers."""
+    kept = tensors_in([dict(optimizer.state) for optimizer in optimizers])
+    gradients = [p.grad for p in (model.parameters() if model is not None else ()) if p.grad is not None]
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in (*kept, *gradients))
+    steady = sum(t.numel() * t.element_size() for t in local if t.device == device)
+    return torch.cuda.memory_allocated(device) - steady
+
+
+def nvml_index(device: torch.device) -> int:
+    """The number that the driver gives to a device, which `CUDA_VISIBLE_DEVICES` does not change.
+
+    `torch.cuda._get_nvml_device_index` (torch 2.0 on) is what `torch.cuda.temperature` and its like use.
+    """
+    return int(torch.cuda._get_nvml_device_index(device))
+
+
 def pin(memory: torch.Tensor) -> bool:
     """Tell CUDA that host memory stays where it is, so that copies from the device need no detour; True if it does.
 

@@ -72,6 +72,8 @@ def watch_groups() -> None:
         before = set(open_sockets())
         made = original(*arguments, **options)
         name = arguments[_NAME]
+        for closed in _records.keys() - set(live_names()):
+            del _records[closed]
         if isinstance(made[0], dist.ProcessGroup) and c10d._world.pg_names.get(made[0]) == name:  # not one found by tag
             new = tuple(item for item in open_sockets() if item not in before)
             _records[name] = GroupRecord(arguments, options, new)
@@ -174,6 +176,7 @@ class ClosedGroups:
     def __init__(self) -> None:
         world = c10d._world
         self._old = {world.pg_names[group]: group for group in world.pg_map}
+        self._records = {name: _records.get(name) or _derived(group) for name, group in self._old.items()}
         self._ranks = {name: dict(world.pg_group_ranks[group]) for name, group in self._old.items()}
         assert world.default_pg is not None
         self._default = world.pg_names[world.default_pg]
@@ -201,7 +204,7 @@ class ClosedGroups:
         for name, group in self._old.items():
             if name not in names and name != self._default:
                 continue
-            made[group] = _make_again(name, store)
+            made[group] = _make_again(self._records[name], store)
             if name == self._default:
                 c10d._update_default_pg(made[group])
                 store = world.pg_map[made[group]][1]
@@ -240,8 +243,7 @@ def _forget_all_groups() -> None:
         table.clear()
 
 
-def _make_again(name: str, store: Store) -> dist.ProcessGroup:
-    record = _records[name]
+def _make_again(record: GroupRecord, store: Store) -> dist.ProcessGroup:
     arguments = list(record.arguments)
     arguments[_STORE] = store
     made, _ = c10d._new_process_group_helper(*arguments, **record.options)
@@ -249,9 +251,30 @@ def _make_again(name: str, store: Store) -> dist.ProcessGroup:
     return group
 
 
-def unknown_groups() -> list[str]:
-    """Names of open groups that were made before `watch_groups`, or in ways that it does not see."""
-    return [name for name in c10d._world.pg_names.values() if name not in _records]
+def _derived(group: dist.ProcessGroup) -> GroupRecord:
+    """Of a group made before `watch_groups`, or by `split_group` (torch 2.4 on): what torch's tables say of it."""
+    world = c10d._world
+    ranks = sorted(world.pg_group_ranks[group], key=world.pg_group_ranks[group].__getitem__)
+    backend = c10d.Backend(world.pg_map[group][0])
+    options = {
+        "timeout": _timeout(group, backend),
+        "pg_tag": world.pg_to_tag.get(group),
+        "group_desc": group.group_desc,
+    }
+    members = [] if group is world.default_pg else ranks
+    return GroupRecord((group.size(), group.rank(), members, backend, None, world.pg_names[group]), options, ())
+
+
+def _timeout(group: dist.ProcessGroup, backend: c10d.Backend) -> Any:
+    options: list[Any] = [getattr(one, "options", None) for one in device_backends(group)]
+    known = [one._timeout for one in options if hasattr(one, "_timeout")]
+    return known[0] if known else c10d._get_default_timeout(backend)
+
+
+def groups_that_cannot_be_cut() -> list[str]:
+    """Names of open gloo groups of which the connections are not known, as they are older than `watch_groups`."""
+    unknown = [group for group, name in c10d._world.pg_names.items() if name not in _records]
+    return [group.group_name for group in unknown if any("Gloo" in type(b).__name__ for b in device_backends(group))]
 
 
 # --- who holds groups as objects -----------------------------------------------------------------------------

@@ -131,8 +131,8 @@ class AsyncCheckpointIO(CheckpointIO):
         self._untold: list[Verdict] = []
         self._in_fit = True  # as far as is known: nothing tells a plugin when training starts
         self._roll_call: tuple[dist.ProcessGroup, RollCall] | None = None
-        self._no_saves = ""
         self._readable_checked = False
+        self.shm_dir = shm_dir
         self.tag = 0
         self.called = ""
         self.keeper = CommitKeeper(self)
@@ -183,9 +183,6 @@ class AsyncCheckpointIO(CheckpointIO):
         step = int(checkpoint.get("global_step", 0))
         self.called = "file"
         self._warn_if_untrusted(checkpoint)
-        if self._no_saves:
-            self._skip(target, step)
-            return
         self._started().save_file(
             target,
             step,
@@ -248,7 +245,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 what is pending is left to the writer processes, which finish it in any case.
         """
         handling = sys.exc_info()[1] is not None
-        self._in_fit, self._no_saves = False, ""
+        self._in_fit = False
         failure: SaveError | None = None
         try:
             self._close(_PATIENCE_ON_ERROR_S if handling else None, to_heir=handling and self.snapshots is not None)
@@ -326,9 +323,6 @@ class AsyncCheckpointIO(CheckpointIO):
         """Stage this rank's part of a sharded checkpoint; see ``CheckpointEngine.save_sharded``."""
         target = self._place_to_save(path, storage_options).path
         self.called = "sharded"
-        if self._no_saves:
-            self._skip(target, step)
-            return
         self._started().save_sharded(
             target,
             step,
@@ -397,9 +391,6 @@ class AsyncCheckpointIO(CheckpointIO):
 
         Waits a bounded time for the others. What they save must be one state, so the step counts.
         """
-        if self._no_saves:
-            log.warning("no checkpoint is saved now: %s", self._no_saves)
-            return False
         if trainer.world_size == 1 or not dist.is_initialized():
             return True
         group = dist.group.WORLD
@@ -418,17 +409,6 @@ class AsyncCheckpointIO(CheckpointIO):
         return False
 
     # --- for everybody -----------------------------------------------------------------------------------------
-
-    def suspend_saves(self, reason: str) -> None:
-        """Skip saves from now on, with ``reason`` in the log: other ranks are not able to take part.
-
-        Called on the training thread, and nothing else of the plugin then; until :meth:`resume_saves` or the teardown.
-        """
-        self._no_saves = reason
-
-    def resume_saves(self) -> None:
-        """The opposite of :meth:`suspend_saves`."""
-        self._no_saves = ""
 
     def wait(self, path: _PATH | None = None) -> None:
         """Wait until the pending saves (to ``path``) are durable or have failed."""
@@ -499,10 +479,6 @@ class AsyncCheckpointIO(CheckpointIO):
     def _is_required(self, trainer: Trainer | None) -> bool:
         """Whether just this state must be saved: it is not one of many, or there will be no other."""
         return self.tag == 0 or (trainer is not None and _lightning.ends_training(trainer))
-
-    def _skip(self, path: str, step: int) -> None:
-        log.warning("the checkpoint %s (step %d) is skipped: %s", path, step, self._no_saves)
-        self._untold.append(Verdict(self.tag, "skipped"))
 
     def _started(self) -> CheckpointEngine:
         if self._engine is None:

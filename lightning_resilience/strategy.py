@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -18,21 +17,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_resilience import _lightning
-from lightning_resilience._torch_groups import Groups
 from lightning_resilience.errors import ConfigurationError, ShardingError
 from lightning_resilience.precision import ShardedPrecision, check_precision, sharded_precision
+from lightning_resilience.process_wide import process_wide
+from lightning_resilience.restart.health import HealthCheck
 from lightning_resilience.restart.policy import RestartPolicy
 from lightning_resilience.restart.timeouts import Section
 from lightning_resilience.restart.world import World
 from lightning_resilience.sharding.initialize import move_all_but_parameters, synchronize_replicas
-from lightning_resilience.sharding.mesh import Meshes, build_meshes, options_with_fewer, plan_mesh
+from lightning_resilience.sharding.mesh import Meshes, options_with_fewer, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions, ShardingStrategyName
 from lightning_resilience.sharding.root_forward import RootForward
 from lightning_resilience.sharding.shard import (
@@ -80,6 +79,9 @@ class ResilientFSDPStrategy(FewerRanksStrategy):
         tensor_parallel_size: How many ranks share the computation of a layer; `configure_model` splits it.
         sync_module_states: Start all ranks from the values of rank 0. Turn off only if they are equal already.
         restart: When `fit` restarts in the same process after a fault; None for never.
+        health_checks: What is checked on each rank before it goes on after a fault: objects with `begin()` and
+            `check()`, as in `lightning_resilience.restart.health`. None for the device, its memory, the GPU's own
+            counters, network links and free space.
         hang_timeout: After how long without progress, in seconds or as a timedelta, a step counts as a hang. It must
             be longer than the first step takes. None to learn it: ten times the longest step, a minute at least.
 
@@ -108,10 +110,12 @@ class ResilientFSDPStrategy(FewerRanksStrategy):
         tensor_parallel_size: int = 1,
         sync_module_states: bool = True,
         restart: RestartPolicy | None = _DEFAULT_RESTARTS,
+        health_checks: Sequence[HealthCheck] | None = None,
         hang_timeout: timedelta | float | None = None,
     ) -> None:
         super().__init__(
             restart=restart,
+            health_checks=health_checks,
             hang_timeout=hang_timeout,
             save_distributed_checkpoint=_is_sharded_type(state_dict_type),
             process_group_backend=process_group_backend,
@@ -133,7 +137,6 @@ class ResilientFSDPStrategy(FewerRanksStrategy):
         self.precision_plugin = precision_plugin
         self._steps = RootForward()
         self._meshes: Meshes | None = None
-        self._mesh_group: dist.ProcessGroup | None = None
 
     check_precision = staticmethod(check_precision)
 
@@ -157,9 +160,7 @@ class ResilientFSDPStrategy(FewerRanksStrategy):
             _refuse_averaging(self.lightning_module.trainer)
         plan = plan_mesh(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
         self._setup_distributed()
-        if self._meshes is None or self._mesh_group is not dist.group.WORLD:
-            self._meshes = build_meshes(plan, self.root_device.type)
-            self._mesh_group = dist.group.WORLD
+        self._meshes = process_wide().meshes(plan, self.root_device.type)
         self._device_mesh = self._meshes.job
         _lightning.publish_mesh(self.lightning_module, self._device_mesh)
         self.guard_setup()
@@ -317,15 +318,6 @@ class ResilientFSDPStrategy(FewerRanksStrategy):
         super().drop_interrupted_batch()
 
     @override
-    def use_groups(self, groups: Groups) -> None:
-        super().use_groups(groups)
-        self._mesh_group = dist.group.WORLD
-
-    @override
-    def _own_meshes(self) -> list[DeviceMesh]:
-        return [] if self._meshes is None else [self._meshes.job, self._meshes.sharding]
-
-    @override
     def why_not_with(self, world_size: int) -> str:
         if sharded_with(self._module) is None:
             return f"{type(self._module).__name__} calls fully_shard itself, so it cannot be sharded anew"
@@ -344,7 +336,7 @@ class ResilientFSDPStrategy(FewerRanksStrategy):
         module, now = self._module, world.size
         self.options = options_with_fewer(self.options, before=world.before, now=now, num_nodes=self.num_nodes)
         plan = plan_mesh(self.options, world_size=now, num_nodes=self.num_nodes)
-        self._meshes, self._mesh_group = build_meshes(plan, self.root_device.type), dist.group.WORLD
+        self._meshes = process_wide().meshes(plan, self.root_device.type)
         self._device_mesh = self._meshes.job
         _lightning.publish_mesh(module, self._device_mesh)
         reshard_all(module)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -22,13 +21,14 @@ from lightning_resilience import _lightning
 from lightning_resilience._torch import map_tensors
 from lightning_resilience.checkpoint.candidates import META, RANK_FILE
 from lightning_resilience.checkpoint.envelope import archive
-from lightning_resilience.checkpoint.exchange import Alone, Exchange, GroupExchange, gather_json, together
+from lightning_resilience.checkpoint.exchange import Alone, Exchange, gather_json, together
 from lightning_resilience.checkpoint.reader import load_archive
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, RANK_STATES, Target, apply_optimizers, restore
 from lightning_resilience.checkpoint.state import by_number, expected_bytes, model_state, optimizer_state
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import capture_rank_state, install, stash_rank_state
 from lightning_resilience.errors import CheckpointError, LoadError, SaveError, UntrustedCheckpointError
+from lightning_resilience.process_wide import process_wide
 from lightning_resilience.sharding.shard import reshard_all
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @override
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
-        if self.world_size > 1 and isinstance(self._exchange, Alone):
+        if self.world_size > 1:
             self._exchange = self._make_exchange(self.world_size)
         if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             self.checkpoint_io.connect(self._exchange)
@@ -63,7 +63,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """Of so many ranks, which are all there are; a collective."""
         if world_size == 1:
             return Alone()
-        return GroupExchange(dist.new_group(backend="gloo", timeout=self._timeout))
+        return process_wide().exchange(self._timeout)
 
     @override
     def on_train_start(self) -> None:

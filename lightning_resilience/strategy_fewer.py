@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch_groups import Store
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
+from lightning_resilience.process_wide import process_wide_moved
 from lightning_resilience.restart.world import World, accumulation
 from lightning_resilience.strategy_restarts import RestartingStrategy
 
@@ -29,6 +30,7 @@ class FewerRanksStrategy(RestartingStrategy):
         if loop.commits is not None:
             loop.commits.abandon()
         self._begin_groups(world, store)
+        process_wide_moved()
         self._exchange = self._make_exchange(world.size)
         if isinstance(plugin, AsyncCheckpointIO):
             plugin.join_world(self._exchange)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
+import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_resilience import _lightning, _torch_groups
-from lightning_resilience._torch import forget_interrupted_batch
+from lightning_resilience._torch import forget_interrupted_batch, memory_of_batches
 from lightning_resilience._torch_groups import Groups, Store
 from lightning_resilience.beginning import Beginning
-from lightning_resilience.checkpoint.exchange import GroupExchange, gather_json
+from lightning_resilience.checkpoint.exchange import gather_json
 from lightning_resilience.checkpoint.snapshots.start import held_by_all, newest_whole
 from lightning_resilience.checkpoint.snapshots.stored import newest_stored
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
@@ -30,11 +30,13 @@ from lightning_resilience.data.commits import Commits
 from lightning_resilience.data.fit_loop import ResumableFitLoop
 from lightning_resilience.errors import StateLost
 from lightning_resilience.events import EventLog, event_file
-from lightning_resilience.restart.control import Control, open_control
+from lightning_resilience.process_wide import note_generation, process_wide, process_wide_after
+from lightning_resilience.restart.control import open_control
 from lightning_resilience.restart.engine import Patience, RestartEngine
 from lightning_resilience.restart.events import Incident
 from lightning_resilience.restart.fence import Fence
 from lightning_resilience.restart.from_the_start import run_from_the_start
+from lightning_resilience.restart.health import HealthCheck, begin, checked, default_checks, failures
 from lightning_resilience.restart.meeting import FromCommit, FromRestorePoint, FromTheStart, Resumption
 from lightning_resilience.restart.policy import RestartPolicy
 from lightning_resilience.restart.reports import SETTING_UP, Standing
@@ -55,27 +57,32 @@ class RestartingStrategy(SnapshottingStrategy):
 
     Args:
         restart: When to restart; None for never.
+        health_checks: What is checked before going on; None for the usual.
         hang_timeout: How long a step may take; None to learn it.
         options: For the strategies below.
     """
 
     def __init__(
-        self, *, restart: RestartPolicy | None, hang_timeout: timedelta | float | None, **options: Any
+        self,
+        *,
+        restart: RestartPolicy | None,
+        health_checks: Sequence[HealthCheck] | None,
+        hang_timeout: timedelta | float | None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.patience = Patience()
+        self._health_checks = checked(health_checks)
+        self._checks: Sequence[HealthCheck] = ()
         self._timeouts = Timeouts(hang_seconds(hang_timeout))
         self._heart = Heart(self._timeouts)
         self.restart = restart
-        self._control: Control | None = None
+        if restart is not None:
+            _torch_groups.watch_groups()
         self._engine: RestartEngine | None = None
-        self._generation = 0
         self._stepped = self._gradients_ready = False
         self._fence = Fence(_FENCE_LIMIT_S)
         self._beginning: Beginning | None = None
-
-    unfit = ""
-    """Why this rank must not go on after the next fault: whoever checks its health says so here."""
 
     # --- life
 
@@ -86,15 +93,15 @@ class RestartingStrategy(SnapshottingStrategy):
         if self.restart is not None:
             self._launcher = RestartLauncher(self, self._launcher)
 
-    @override
-    def _setup_distributed(self) -> None:
-        if self.restart is not None:
-            _torch_groups.watch_groups()
-        super()._setup_distributed()
-
     def guard_setup(self) -> None:
         """From here on faults are recovered from. Called at the end of `setup_environment`."""
         if self.restart is not None and self._trainer.state.fn == TrainerFn.FITTING and self._engine is None:
+            if older := _torch_groups.groups_that_cannot_be_cut():
+                log.warning(
+                    "a hang in the process groups %s cannot be ended, only exceptions are recovered from there: they"
+                    " were made before the strategy. Create the strategy first.",
+                    older,
+                )
             self._beginning = Beginning(self._trainer)
             self._engine = self._make_engine(self.restart)
             self._engine.start()
@@ -110,19 +117,21 @@ class RestartingStrategy(SnapshottingStrategy):
             self._beginning.put_back_model()
 
     def _make_engine(self, policy: RestartPolicy) -> RestartEngine:
-        if self._control is None:
+        shared = process_wide()
+        if shared.control is None:
             assert self.cluster_environment is not None
             first, host = _torch_groups.first_store(), self.cluster_environment.main_address
-            self._control = open_control(first, self.global_rank, self.world_size, host)
+            shared.control = open_control(first, self.global_rank, self.world_size, host)
         return RestartEngine(
-            control=self._control,
+            control=shared.control,
             policy=policy,
             workload=Training(self),
             fence=self._fence,
+            health=lambda: failures(self._checks),
             heart=self._heart,
             timeouts=self._timeouts,
             events=EventLog(event_file(str(self._trainer.default_root_dir)), rank=self.global_rank),
-            generation=self._generation,
+            generation=shared.generation,
             patience=self.patience,
         )
 
@@ -144,13 +153,25 @@ class RestartingStrategy(SnapshottingStrategy):
         loop.commits = Commits(self._trainer, self._committed)
         loop.epoch_loop.entering = self.enter
         self._stepped = False
+        self._checks = self._default_checks() if self._health_checks is None else self._health_checks
+        begin(self._checks)
+
+    def _default_checks(self) -> Sequence[HealthCheck]:
+        directories = [self._trainer.default_root_dir]
+        plugin = self.checkpoint_io
+        if isinstance(plugin, AsyncCheckpointIO):
+            directories.append(plugin.shm_dir)
+        return default_checks(self.root_device, directories, self._memory_of_batches)
+
+    def _memory_of_batches(self, device: torch.device) -> int:
+        return memory_of_batches(self.model, self.optimizers, device)
 
     def end_restarts(self) -> None:
         """`fit` is over, or has failed."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-            self._generation = engine.generation + 1
+            note_generation(engine.generation + 1)
             self._beginning = None
             self._loop.stand_alone()
 
@@ -291,15 +312,11 @@ class RestartingStrategy(SnapshottingStrategy):
     def use_groups(self, groups: Groups) -> None:
         """Replace process groups in everything known to hold them."""
         module = self._module
-        meshes = [*self._own_meshes(), *_torch_groups.fsdp_meshes(module)]
-        _torch_groups.show_new_groups(groups, meshes, module)
-        if isinstance(self._exchange, GroupExchange):
-            self._exchange.group = groups[self._exchange.group]
+        shared = process_wide_after(groups)
+        meshes = [mesh for both in shared.all_meshes for mesh in (both.job, both.sharding)]
+        _torch_groups.show_new_groups(groups, [*meshes, *_torch_groups.fsdp_meshes(module)], module)
         for owner in (*module.modules(), *self._trainer.callbacks, self):  # type: ignore[attr-defined]  # in a connector
             _torch_groups.replace_attributes(owner, groups)
-
-    def _own_meshes(self) -> Iterable[DeviceMesh]:
-        return ()
 
     def why_not_with(self, world_size: int) -> str:
         """Why training cannot go on with so many ranks; empty if it can."""
@@ -393,10 +410,6 @@ class Training:
     def use_groups(self, groups: Groups) -> None:
         """In meshes, in FSDP2, in the checkpoint engine, in attributes of modules and callbacks."""
         self._strategy.use_groups(groups)
-
-    def unfit(self) -> str:
-        """A rank that failed its health check says so here."""
-        return self._strategy.unfit
 
     def why_not_with(self, world_size: int) -> str:
         """The mesh may not divide, or the user has sharded."""

@@ -128,10 +128,6 @@ class Workload(Protocol):
         """Let everything that holds process groups hold the new ones."""
         ...
 
-    def unfit(self) -> str:
-        """Why this rank must not go on; empty if it can. Local."""
-        ...
-
     def why_not_with(self, world_size: int) -> str:
         """Why it cannot go on with so many ranks; empty if it can. Local, and the same on all ranks."""
         ...
@@ -165,6 +161,7 @@ class RestartEngine:
         policy: Whether to go on.
         workload: What is restarted.
         fence: Around optimizer updates.
+        health: What is wrong with this rank, apart from the fault.
         events: Where incidents go.
         heart: Of this rank.
         timeouts: For the watchdog.
@@ -179,6 +176,7 @@ class RestartEngine:
         policy: RestartPolicy,
         workload: Workload,
         fence: Fence,
+        health: Callable[[], Sequence[str]] = tuple,
         events: EventLog,
         heart: Heart,
         timeouts: Timeouts,
@@ -188,6 +186,7 @@ class RestartEngine:
         self._control = control
         self._policy = policy
         self._workload = workload
+        self._health = health
         self._events = events
         self._heart = heart
         self._timeouts = timeouts
@@ -404,6 +403,8 @@ class RestartEngine:
         if self._closed is None and not self._moving:
             self._closed = ClosedGroups()
         incident.done("reset")
+        unhealthy = tuple(self._health())
+        incident.done("health")
         report = Report(
             rank=self._control.rank,
             standing=self._workload.standing(),
@@ -413,9 +414,9 @@ class RestartEngine:
             built=self._workload.built(),
             updated=self._workload.updated(),
             groups=() if self._closed is None else tuple(self._closed.members),
+            unhealthy=unhealthy,
             fault=alarm if alarm.rank == self._control.rank else fault if not is_failed_collective(error) else None,
             echo=is_failed_collective(error),
-            unfit=self._workload.unfit(),
         )
         with_fewer = self._policy.min_world_size is not None
         meeting = generation.report(report, self._patience.meeting_s, without_late=with_fewer)
@@ -475,7 +476,6 @@ class RestartEngine:
         """What to do in the end, and with whom not; nobody here can replace a process."""
         actions = [self._policy.decide(fault, self._earlier) for fault in faults]
         dropped = {action.rank: action.reason for action in actions if isinstance(action, DropRank)}
-        dropped |= {report.rank: report.unfit for report in reports if report.unfit}
         drastic = [action for action in actions if not isinstance(action, (RestartInProcess, DropRank))]
         if not drastic and dropped:
             size = self._control.world_size
@@ -667,7 +667,9 @@ def _faults(meeting: Meeting) -> list[Fault]:
     """Of all ranks. When one is lost, that the others got no answer from it is no fault of theirs."""
     told = [report.fault for report in meeting.reports if report.fault and not (meeting.lost and report.echo)]
     gone = {fault.rank for fault in meeting.lost}
-    return [*(fault for fault in told if fault.rank not in gone), *meeting.lost]
+    faults = [*(fault for fault in told if fault.rank not in gone), *meeting.lost]
+    now_s = max((fault.at_s for fault in faults), default=0.0)  # the same on all ranks
+    return [*faults, *(replace(found, at_s=now_s) for report in meeting.reports if (found := report.unfitness))]
 
 
 def _common_groups(reports: Sequence[Report], closed: ClosedGroups | None) -> set[str]:

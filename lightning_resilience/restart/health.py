@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_resilience._torch import cuda_in_use
+from lightning_resilience._torch import cuda_in_use, nvml_index
+from lightning_resilience.errors import ConfigurationError
 
 
 class HealthCheck(Protocol):
@@ -35,16 +36,34 @@ class HealthCheck(Protocol):
         ...
 
 
+def checked(checks: Sequence[HealthCheck] | None) -> Sequence[HealthCheck] | None:
+    """The option `health_checks`.
+
+    Raises:
+        ConfigurationError: Something in it is no check.
+    """
+    for check in checks or ():
+        if not (callable(getattr(check, "begin", None)) and callable(getattr(check, "check", None))):
+            raise ConfigurationError(f"health_checks: {check!r} has no begin() and check(); see HealthCheck.")
+    return checks
+
+
+def begin(checks: Sequence[HealthCheck]) -> None:
+    """Let all checks remember what is normal."""
+    for check in checks:
+        check.begin()
+
+
 def failures(checks: Sequence[HealthCheck]) -> list[str]:
-    """What all checks find; empty for a healthy rank."""
-    return [found for check in checks if (found := _outcome(check))]
+    """What all checks find, each after its name; empty for a healthy rank."""
+    return [f"{type(check).__name__}: {found}" for check in checks if (found := _outcome(check))]
 
 
 def _outcome(check: HealthCheck) -> str:
     try:
         return check.check()
     except Exception as error:  # a user's check is an edge: whatever breaks in it is its finding
-        return f"{type(check).__name__} failed: {type(error).__name__}: {error}"
+        return f"failed with {type(error).__name__}: {error}"
 
 
 class DeviceResponds:
@@ -85,7 +104,7 @@ class MemoryReturned:
     Args:
         device: The device of this rank; only CUDA devices are looked at.
         tolerance: Part of the device's memory by which more may be in use than when training began.
-        used: Bytes in use on a device; by default what torch's allocator says.
+        used: Bytes in use on a device, without what is there to stay; by default what torch's allocator says.
     """
 
     def __init__(
@@ -99,10 +118,6 @@ class MemoryReturned:
     def begin(self) -> None:
         """Parameters are there; gradients, optimizer state and activations are not."""
         self._normal = self._used(self._device) if self._applies else 0
-
-    def allow(self, nbytes: int) -> None:
-        """Optimizer state of this size was allocated since, and is there to stay."""
-        self._normal += nbytes
 
     def check(self) -> str:
         """See :class:`HealthCheck`."""
@@ -244,11 +259,12 @@ class FreeSpace:
     """
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]], least_bytes: int = 64 << 20) -> None:
-        self._directories = tuple(directories)
+        self._directories: tuple[str | os.PathLike[str], ...] = tuple(directories)
         self._least = least_bytes
 
     def begin(self) -> None:
-        """Nothing to remember."""
+        """What is full already, such as shared memory that was all taken up, is passed over."""
+        self._directories = tuple(path for path in self._directories if not self._is_full(path))
 
     def check(self) -> str:
         """See :class:`HealthCheck`."""
@@ -262,14 +278,19 @@ class FreeSpace:
             return False
 
 
-def default_checks(device: torch.device, directories: Sequence[str | os.PathLike[str]]) -> list[HealthCheck]:
+def default_checks(
+    device: torch.device,
+    directories: Sequence[str | os.PathLike[str]],
+    used: Callable[[torch.device], int] | None = None,
+) -> list[HealthCheck]:
     """What is checked unless the user says otherwise.
 
     Args:
         device: The device of this rank.
         directories: Where it writes.
+        used: See :class:`MemoryReturned`.
     """
     checks: list[HealthCheck] = [DeviceResponds(device), NetworkLinks(), FreeSpace(directories)]
     if device.type == "cuda":
-        checks += [MemoryReturned(device), GpuHardware(device.index or 0)]
+        checks += [MemoryReturned(device, used=used), GpuHardware(nvml_index(device))]
     return checks

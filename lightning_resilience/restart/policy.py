@@ -39,7 +39,7 @@ class Fault:
     """What went wrong, as every rank hears of it.
 
     Attributes:
-        kind: An exception left a hook; a section's deadline passed; a process is gone.
+        kind: An exception left a hook; a section's deadline passed; a process is gone; a health check failed.
         rank: Where it happened; the suspect if that is not known for sure.
         step: Optimizer steps that are committed on all ranks.
         section: What the rank was doing.
@@ -49,7 +49,7 @@ class Fault:
         at_s: When, in seconds since the epoch: ranks of several machines share no other clock.
     """
 
-    kind: Literal["exception", "hang", "lost"]
+    kind: Literal["exception", "hang", "lost", "unhealthy"]
     rank: int
     step: int
     section: str = ""
@@ -65,7 +65,7 @@ class Fault:
             name = self.types[0].removeprefix("builtins.") if self.types else "an exception"
             first_line = self.message.partition("\n")[0]
             return f"{name}: {first_line}" if first_line else name
-        return self.message or {"hang": "no progress", "lost": "the process is gone"}[self.kind]
+        return self.message or {"hang": "no progress", "lost": "the process is gone"}.get(self.kind, self.kind)
 
     def repeats(self, other: Fault) -> bool:
         """Whether it is the same fault at the same step; numbers in the text, such as addresses, may differ."""
@@ -197,7 +197,7 @@ class RestartPolicy:
         recent = self._recent(fault, earlier)
         if fault.kind == "exception" and not self._retries(fault.types):
             return f"{fault.title} is not to be retried"
-        if fault.kind != "lost" and any(fault.repeats(other) for other in earlier):
+        if fault.kind not in ("lost", "unhealthy") and any(fault.repeats(other) for other in earlier):
             return f"this fault repeats at step {fault.step}; it is not transient"
         if self.max_restarts is not None and len(recent) >= self.max_restarts:
             return f"{_times(len(recent), 'restart')} so far, and max_restarts={self.max_restarts}"
@@ -210,6 +210,8 @@ class RestartPolicy:
         """What rules out that the process of the rank goes on."""
         if fault.kind == "lost":
             return fault.title
+        if fault.kind == "unhealthy":
+            return f"rank {fault.rank} is not fit to go on ({fault.message}; mend that and start the job again)"
         if breaks_context(fault):
             return "the error leaves the device context of its process unusable"
         own = sum(other.rank == fault.rank for other in self._recent(fault, earlier)) + 1

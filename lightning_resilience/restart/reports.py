@@ -57,9 +57,9 @@ class Report:
         built: Whether its model is set up, and so that of all ranks.
         updated: Whether it has done an update since `fit` began.
         groups: Names of the process groups that it has.
+        unhealthy: What its health checks have found.
         fault: Its own fault; None if it was only stopped by those of others.
         echo: Whether the fault only says that another rank did not answer.
-        unfit: Why this rank must not go on; empty if it can.
     """
 
     rank: int
@@ -70,9 +70,17 @@ class Report:
     built: bool = True
     updated: bool = False
     groups: tuple[str, ...] = ()
+    unhealthy: tuple[str, ...] = ()
     fault: Fault | None = None
     echo: bool = False
-    unfit: str = ""
+
+    @property
+    def unfitness(self) -> Fault | None:
+        """What was found wrong with this rank, as a fault of its own."""
+        if not self.unhealthy:
+            return None
+        step, message = max(0, self.standing.step), "; ".join(self.unhealthy)
+        return Fault(kind="unhealthy", rank=self.rank, step=step, message=message)
 
     def to_json(self) -> str:
         """For the control store."""
@@ -83,8 +91,9 @@ class Report:
         """The inverse."""
         fields: dict[str, Any] = json.loads(text)
         fault: Mapping[str, Any] | None = fields.pop("fault")
-        standing, groups = Standing(**fields.pop("standing")), tuple(fields.pop("groups"))
-        return cls(standing=standing, groups=groups, fault=None if fault is None else _fault(fault), **fields)
+        standing = Standing(**fields.pop("standing"))
+        fields |= {name: tuple(fields[name]) for name in ("groups", "unhealthy")}
+        return cls(standing=standing, fault=None if fault is None else _fault(fault), **fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,11 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torchmetrics import MeanMetric
 
-from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, RestartPolicy
-from lightning_resilience.faults.injector import FaultInjector
+from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, RestartPolicy, _torch_groups
+from lightning_resilience.faults.injector import FaultInjector, strike
 from lightning_resilience.faults.plan import Place, PlannedFault
 
 BATCHES, BATCH, WIDTH = 6, 2, 6
@@ -51,6 +51,9 @@ class Run:
         strategy: Arguments of the strategy.
         trainer: Arguments of the trainer.
         workers: Of the data loader.
+        persistent: Whether its workers stay for all epochs.
+        worker_faults: What happens in workers: kind, rank and number of the sample.
+        checks: Name of a health check here, in place of the usual ones.
         saves: Whether checkpoints are written, and where.
         plugin: Arguments of the checkpoint plugin.
         stalls: Whether its storage stalls, see `StalledStorage`.
@@ -62,6 +65,9 @@ class Run:
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     workers: int = 0
+    persistent: bool = True
+    worker_faults: list[dict[str, Any]] = field(default_factory=list)
+    checks: str = ""
     saves: str = ""
     plugin: dict[str, Any] = field(default_factory=dict)
     stalls: bool = False
@@ -261,6 +267,40 @@ class Journal:
 
     def __init__(self) -> None:
         self.restarts: list[str] = []
+        self.usage: list[dict[str, int]] = []
+
+
+def usage() -> dict[str, int]:
+    """What this process holds; memory in KiB."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "resident": resident >> 10,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "children": sum(map(_children, Path("/proc/self/task").iterdir())),
+        "shared memory": len(os.listdir("/dev/shm")),
+        "groups": len(_torch_groups.live_groups()),
+    }
+
+
+def _children(task: Path) -> int:
+    try:
+        return len((task / "children").read_text().split())
+    except FileNotFoundError:  # the thread has ended
+        return 0
+
+
+class Unfit:
+    """A health check that finds something on rank 1."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def check(self) -> str:
+        return "" if os.environ["RANK"] == "0" else f"the sensor is broken, {self.begun} time asked for normal values"
 
 
 class Witness(L.Callback):
@@ -275,6 +315,7 @@ class Witness(L.Callback):
 
     def on_restart(self, trainer: L.Trainer, pl_module: L.LightningModule, incident: Any) -> None:
         self.journal.restarts.append(incident.cause)
+        self.journal.usage.append(usage())
 
 
 class StalledStorage(L.Callback):
@@ -314,15 +355,45 @@ class SlowAnswers:
         return bool(self._inner.exists(path))
 
 
-def data(batches: int) -> TensorDataset:
-    rank, generator = int(os.environ["RANK"]), torch.Generator().manual_seed(7)
-    rows = torch.randn(2 * BATCH * batches, 4, generator=generator)
-    return TensorDataset(rows[rank::2][: BATCH * batches])
+class Samples(TensorDataset):
+    """Whose reading fails in workers, as a run says; each fault happens once.
+
+    Args:
+        rows: The samples.
+        faults: By number of the sample: what happens, and the file that says that it has.
+    """
+
+    def __init__(self, rows: Tensor, faults: Mapping[int, tuple[str, Path]]) -> None:
+        super().__init__(rows)
+        self._faults = faults
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if index in self._faults and get_worker_info() is not None:
+            kind, happened = self._faults[index]
+            if not happened.exists():
+                happened.touch()
+                strike(PlannedFault(kind=kind, place="forward", message="in a worker"))  # type: ignore[arg-type]
+        sample: tuple[Tensor, ...] = super().__getitem__(index)  # type: ignore[no-untyped-call]  # torch
+        return sample
 
 
-def loader(run: Run, batches: int, shuffle: bool) -> DataLoader[tuple[Tensor, ...]]:
+def data(batches: int, run: Run, folder: Path) -> Samples:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rows = torch.randn(ranks * BATCH * batches, 4, generator=torch.Generator().manual_seed(7))
+    folder.mkdir(parents=True, exist_ok=True)
+    faults = {
+        f["sample"]: (f["kind"], folder / f"struck-{f['sample']}") for f in run.worker_faults if f["rank"] == rank
+    }
+    return Samples(rows[rank::ranks][: BATCH * batches], faults)
+
+
+def loader(run: Run, batches: int, shuffle: bool, folder: Path) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(
-        data(batches), batch_size=BATCH, shuffle=shuffle, num_workers=run.workers, persistent_workers=run.workers > 0
+        data(batches, run if shuffle else Run(""), folder),
+        batch_size=BATCH,
+        shuffle=shuffle,
+        num_workers=run.workers,
+        persistent_workers=run.workers > 0 and run.persistent,
     )
 
 
@@ -338,11 +409,14 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
         callbacks.append(StalledStorage())
     if run.saves:
         callbacks.append(ModelCheckpoint(run.saves, filename="{step}", every_n_train_steps=2, save_top_k=-1))
-    patient = RestartPolicy(max_restarts_without_progress=20)  # many faults at the end of an epoch
+    patient = RestartPolicy(max_restarts_without_progress=30)  # many faults at the end of an epoch
+    checks = [globals()[run.checks]()] if run.checks else None
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=ResilientFSDPStrategy(hang_timeout=HANG_TIMEOUT_S, restart=patient, **run.strategy),
+        strategy=ResilientFSDPStrategy(
+            hang_timeout=HANG_TIMEOUT_S, restart=patient, health_checks=checks, **run.strategy
+        ),
         callbacks=callbacks,
         plugins=[AsyncCheckpointIO(on_busy="wait", **run.plugin)] if run.saves else [],
         logger=recorder,
@@ -356,7 +430,7 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
     )
     error = ""
     try:
-        trainer.fit(model, loader(run, BATCHES, shuffle=True), loader(run, 2, shuffle=False))
+        trainer.fit(model, loader(run, BATCHES, True, folder), loader(run, 2, False, folder))
     except BaseException as caught:  # the test asks for it
         traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
@@ -372,6 +446,7 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
         "epoch": trainer.current_epoch,
         "exceptions": witness.exceptions,
         "restarts": witness.journal.restarts,
+        "usage": witness.journal.usage,
         "training": model.training,
     }
 

@@ -32,7 +32,7 @@ def results(stem: Stem, folder: Path) -> Results:
         str(folder),
         ranks=2,
         folder=folder,
-        timeout=400,
+        timeout=500,
     )
     return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(2)]
 
@@ -65,6 +65,18 @@ HANGS = [
     fault("hang", "validation", rank=0, step=6),
     fault("hang", "train_end", rank=1, step=12),
 ]
+ON_OTHER_RANKS = [{**one, "rank": 1 - one["rank"]} for one in EXCEPTIONS]
+HANGS_ON_OTHER_RANKS = [
+    fault("hang", "forward", rank=0, step=0),
+    *({**one, "rank": 1 - one["rank"]} for one in HANGS),
+    fault("hang", "before_update", rank=0, step=8),
+]
+AT_ONCE = [
+    *(fault("raise", "batch_start", rank=rank, step=2) for rank in range(2)),
+    fault("raise", "forward", rank=0, step=4),
+    fault("hang", "batch_start", rank=1, step=4),
+]
+MANY = [fault("raise", "forward", rank=step % 2, step=step) for step in range(30)]
 FEW = [fault("raise", "forward", rank=1, step=3), fault("raise", "backward", rank=0, step=5)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulating": {"trainer": {"accumulate_grad_batches": 2}},
@@ -122,6 +134,18 @@ RUNS = [
     Run("calm again"),
 ]
 RUNS += [Run("lately", model="Lately"), Run("setting_up", SETTING_UP, model="Lately")]
+
+
+def in_workers(*, persistent: bool) -> Run:
+    faults = [{"kind": "raise", "rank": 0, "sample": 3}, {"kind": "kill", "rank": 1, "sample": 8}]
+    faults.append({"kind": "hang", "rank": int(persistent), "sample": 5})
+    return Run(f"in_workers_{persistent}", workers=1, persistent=persistent, worker_faults=faults)
+
+
+RUNS += [Run("workers_anew", workers=1, persistent=False)]
+RUNS += [in_workers(persistent=True), in_workers(persistent=False), Run("at_once", AT_ONCE)]
+RUNS += [Run("exceptions_elsewhere", ON_OTHER_RANKS), Run("hangs_elsewhere", HANGS_ON_OTHER_RANKS)]
+RUNS += [Run("unfit", FEW, checks="Unfit"), Run("many", MANY, trainer={"max_epochs": 5})]
 RUNS += [Run("calm"), Run("exceptions", EXCEPTIONS), Run("hangs", HANGS)] + [
     Run(name + suffix, faults, **options)
     for name, options in VARIANTS.items()
@@ -148,7 +172,15 @@ def merged(rows: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("name", "faults"), [("exceptions", EXCEPTIONS), ("hangs", HANGS)])
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("exceptions", EXCEPTIONS),
+        ("hangs", HANGS),
+        ("exceptions_elsewhere", ON_OTHER_RANKS),
+        ("hangs_elsewhere", HANGS_ON_OTHER_RANKS),
+    ],
+)
 def test_training_goes_on_exactly(results: Results, folder: Path, name: str, faults: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(results):
         as_if_nothing_had_happened(rank[name], rank["calm"])
@@ -159,6 +191,41 @@ def restarts_of(folder: Path, rank: int) -> list[dict[str, Any]]:
     """The events of a rank. Its `on_restart` may have been interrupted by the next fault, if that comes at once."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in events if event["kind"] == "restarted" and event["rank"] == rank]
+
+
+def test_faults_of_two_ranks_at_once_are_one_restart(results: Results) -> None:
+    for rank in results:
+        as_if_nothing_had_happened(rank["at_once"], rank["calm"])
+        assert 2 <= len(rank["at_once"]["restarts"]) <= len(AT_ONCE)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_of_data_loaders_fail(results: Results, persistent: bool) -> None:
+    for rank in results:
+        run = rank[f"in_workers_{persistent}"]
+        as_if_nothing_had_happened(run, rank["workers" if persistent else "workers_anew"])
+        assert 1 <= len(run["restarts"]) <= 3  # they work ahead, so two may fail at once
+
+
+def test_a_rank_that_is_not_fit_to_go_on_says_why(results: Results) -> None:
+    other, own = (rank["unfit"]["error"] for rank in results)
+    found = "Unfit: the sensor is broken, 1 time asked for normal values"
+    assert f"rank 1 is not fit to go on ({found}; mend that and start the job again)" in other
+    assert own == "PlannedError: in forward"  # what happened to it comes first; its log has the rest
+
+
+def least(rows: list[dict[str, int]]) -> dict[str, int]:
+    """Without what is open only for a moment."""
+    return {name: min(row[name] for row in rows) for name in rows[0]}
+
+
+def test_nothing_piles_up_over_thirty_restarts(results: Results) -> None:
+    for rank in results:
+        usage = rank["many"]["usage"]
+        assert len(usage) == len(MANY)
+        early, late = least(usage[:10]), least(usage[-10:])
+        assert late.pop("resident") - early.pop("resident") < 4096, "KiB"
+        assert early == late
 
 
 def test_setting_up_begins_again(results: Results) -> None:

@@ -188,18 +188,6 @@ def test_a_save_that_will_need_trust_says_so_at_once_and_only_once(
     assert "Preference" in caplog.text
 
 
-def test_suspended_saves_are_skipped_with_the_reason_in_the_log(
-    plugin: AsyncCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plugin.suspend_saves("a restart is pending")
-    plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
-    plugin.resume_saves()
-    plugin.save_checkpoint({"global_step": 2}, tmp_path / "b.ckpt")
-    plugin.teardown()
-    assert "a.ckpt (step 1) is skipped: a restart is pending" in caplog.text
-    assert [(tmp_path / name).exists() for name in ("a.ckpt", "b.ckpt")] == [False, True]
-
-
 def test_what_happens_is_appended_to_the_event_file(tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir()
     plugin = AsyncCheckpointIO(shm_dir=str(tmp_path / "shm"), events=str(tmp_path / "events.jsonl"))

@@ -13,8 +13,9 @@ from lightning_resilience._lightning import PatientObserver
 from lightning_resilience.data.dealing import Rest, deal, rest_of, samples_done
 from lightning_resilience.errors import ConfigurationError, RankLost
 from lightning_resilience.restart.control import Generation
+from lightning_resilience.restart.engine import _faults
 from lightning_resilience.restart.policy import DropRank, Fault, GiveUp, RespawnRank, RestartPolicy
-from lightning_resilience.restart.reports import Report, Standing
+from lightning_resilience.restart.reports import Meeting, Report, Standing
 from lightning_resilience.restart.world import accumulation, why_not_without, world_without
 from lightning_resilience.sharding.mesh import options_with_fewer, plan_mesh
 from lightning_resilience.sharding.options import ShardingOptions
@@ -64,6 +65,24 @@ def test_a_rank_without_a_usable_device_is_dropped() -> None:
     )
     assert isinstance(RestartPolicy(min_world_size=1).decide(fault, []), DropRank)
     assert isinstance(RestartPolicy().decide(fault, []), GiveUp)
+
+
+def unhealthy(rank: int) -> Report:
+    return Report(rank=rank, standing=Standing(step=3, stage=0), unhealthy=("FreeSpace: full", "Sensor: broken"))
+
+
+def test_a_rank_that_is_not_fit_is_dropped_and_another_later() -> None:
+    own = lost(3, at_s=50.0)
+    first, second = _faults(Meeting(reports=[unhealthy(2)], lost=[own]))
+    assert first == own
+    assert (second.kind, second.rank, second.at_s) == ("unhealthy", 2, 50.0)
+    policy = RestartPolicy(min_world_size=1)
+    action = policy.decide(second, [])
+    assert isinstance(action, DropRank)
+    assert "FreeSpace: full; Sensor: broken" in action.reason
+    (again,) = _faults(Meeting(reports=[unhealthy(1)]))
+    assert isinstance(policy.decide(again, [second]), DropRank)
+    assert isinstance(RestartPolicy().decide(second, []), GiveUp)
 
 
 def test_mesh_of_fewer_ranks() -> None:

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -71,6 +72,27 @@ def test_what_is_put_back_later_holds_the_groups_of_today(world: dist.ProcessGro
     assert table == {"mine": new, "several": [new, new_world], "by_name": {"pair": (new, 1)}}
     remake()
     assert _torch_groups.group_of_today(new) is not new
+
+
+def test_groups_older_than_the_watch_are_made_again(world: dist.ProcessGroup) -> None:
+    mine = dist.new_group([0], backend="gloo", timeout=timedelta(seconds=77), group_desc="mine")
+    assert _torch_groups.groups_that_cannot_be_cut() == []
+    _torch_groups._records.clear()
+    assert _torch_groups.groups_that_cannot_be_cut() == [world.group_name, mine.group_name]
+    new = remake()
+    assert [group.group_name for group in new.values()] == [world.group_name, mine.group_name]
+    assert dist.group.WORLD is new[world]
+    (backend,) = {id(b): b for b in _torch_groups.device_backends(new[mine])}.values()
+    assert getattr(backend, "options")._timeout == timedelta(seconds=77)  # noqa: B009
+    assert new[mine].group_desc == "mine"
+    dist.all_reduce(torch.ones(1), group=new[mine])
+
+
+def test_what_is_known_of_closed_groups_is_forgotten(world: dist.ProcessGroup) -> None:
+    for _ in range(3):
+        dist.destroy_process_group(dist.new_group([0], backend="gloo"))
+    dist.new_group([0], backend="gloo")
+    assert len(_torch_groups._records) == 2
 
 
 def test_groups_that_are_not_wanted_are_closed(world: dist.ProcessGroup) -> None:
@@ -148,7 +170,7 @@ def test_what_is_forgotten_of_a_batch(mesh: DeviceMesh) -> None:
 
 def test_what_a_group_is_made_of(world: dist.ProcessGroup) -> None:
     assert all(item.is_open() for item in _torch_groups.group_sockets())
-    assert _torch_groups.unknown_groups() == []
+    assert _torch_groups.groups_that_cannot_be_cut() == []
     assert {type(backend).__name__ for backend in _torch_groups.device_backends(world)} == {"ProcessGroupGloo"}
 
 

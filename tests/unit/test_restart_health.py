@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_resilience.errors import ConfigurationError
 from lightning_resilience.restart import health
 from lightning_resilience.restart.health import (
     DeviceResponds,
@@ -16,6 +19,7 @@ from lightning_resilience.restart.health import (
     GpuHardware,
     MemoryReturned,
     NetworkLinks,
+    checked,
     default_checks,
     failures,
 )
@@ -40,8 +44,27 @@ class Failing:
 
 def test_a_check_that_breaks_is_a_finding_and_does_not_hide_the_others(tmp_path: Path) -> None:
     found = failures([Failing(), FreeSpace([tmp_path], least_bytes=1 << 60)])
-    assert found[0] == "Failing failed: ValueError: no such sensor"
+    assert found[0] == "Failing: failed with ValueError: no such sensor"
+    assert found[1].startswith("FreeSpace: less than")
     assert str(tmp_path) in found[1]
+
+
+def test_what_is_no_check_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has no begin"):
+        checked([FreeSpace([]), object()])  # type: ignore[list-item]
+
+
+def test_shared_memory_that_was_full_from_the_start_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"full": 1 << 20, "roomy": 1 << 30}
+    usage = lambda path: SimpleNamespace(free=free[Path(path).name])  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    check = FreeSpace([tmp_path / "full", tmp_path / "roomy"])
+    check.begin()
+    assert check.check() == ""
+    free["roomy"] = 1 << 20
+    assert check.check() == f"less than 64 MiB are free in {tmp_path / 'roomy'}"
 
 
 def test_device_that_hangs_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +107,6 @@ def test_memory_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None
     assert check.check() == ""
     used = 33 << 30
     assert check.check() == "13.00 GiB of cuda:0 are still held by what failed"
-    check.allow(8 << 30)
-    assert check.check() == ""
 
 
 class FakeNvml:

@@ -32,6 +32,14 @@ def hang(step: int = 5, *, rank: int = 1, message: str = "no progress for 30 s")
     return Fault(kind="hang", rank=rank, step=step, message=message)
 
 
+def test_a_rank_that_is_not_healthy_needs_a_new_process() -> None:
+    fault = Fault(kind="unhealthy", rank=1, step=3, message="FreeSpace: less than 64 MiB are free in /logs")
+    action = RestartPolicy().decide(fault, [])
+    assert isinstance(action, GiveUp)
+    assert "rank 1 is not fit to go on (FreeSpace: less than 64 MiB are free in /logs;" in action.reason
+    assert isinstance(RestartPolicy().decide(fault, [], can_respawn=True), RespawnRank)
+
+
 def test_first_fault_is_recovered_from() -> None:
     assert RestartPolicy().decide(fault(), []) == RestartInProcess()
     assert RestartPolicy().decide(hang(), []) == RestartInProcess()

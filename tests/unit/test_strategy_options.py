@@ -24,8 +24,10 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from torch import nn
 
 import lightning_resilience
+from lightning_resilience import RestartPolicy
 from lightning_resilience.errors import ConfigurationError
 from lightning_resilience.precision import ShardedHalfPrecision, ShardedMixedPrecision, ShardedPrecision
+from lightning_resilience.restart.health import FreeSpace
 from lightning_resilience.sharding.options import ShardingOptions
 from lightning_resilience.strategy import ResilientFSDPStrategy
 
@@ -244,6 +246,45 @@ def test_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert strategy._timeout == timedelta(minutes=1)
     assert not strategy._save_distributed_checkpoint
+
+
+RESTARTS = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  logger: false
+  strategy:
+    class_path: lightning_resilience.ResilientFSDPStrategy
+    init_args:
+      restart:
+        class_path: lightning_resilience.RestartPolicy
+        init_args:
+          max_restarts: 7
+          never_retry: [OSError, torch.OutOfMemoryError]
+      health_checks:
+        - class_path: lightning_resilience.restart.health.FreeSpace
+          init_args:
+            directories: [/tmp]
+            least_bytes: 5
+      hang_timeout: 30
+"""
+
+
+def test_restarts_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(RESTARTS)
+    strategy = from_command_line(monkeypatch, "--config", str(config))
+    assert strategy.restart == RestartPolicy(max_restarts=7, never_retry=["OSError", "torch.OutOfMemoryError"])
+    assert [type(check) for check in strategy._health_checks or ()] == [FreeSpace]
+    off = from_command_line(monkeypatch, "--config", str(config), "--trainer.strategy.init_args.restart=null")
+    assert off.restart is None
+
+
+def test_a_policy_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, option = "lightning_resilience.ResilientFSDPStrategy", "--trainer.strategy.restart"
+    arguments = [f"--trainer.strategy={name}", f"{option}.max_restarts=3", f"{option}.window=60"]
+    strategy = from_command_line(monkeypatch, *arguments, "--trainer.accelerator=cpu", "--trainer.logger=false")
+    assert strategy.restart == RestartPolicy(max_restarts=3, window=60)
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
