@@ -55,6 +55,7 @@ from lightning_resilience.restart.policy import (
     exception_fault,
 )
 from lightning_resilience.restart.reports import SETTING_UP, Meeting, Report, Standing, in_words
+from lightning_resilience.restart.settling import Straggler
 from lightning_resilience.restart.timeouts import Section, Timeouts
 from lightning_resilience.restart.watchdog import Heart, Watchdog, main_thread_stack
 from lightning_resilience.restart.witness import suspects, whereabouts
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _GOODBYE_S = 1.0
+_GLANCE_S = 0.05
 
 EXIT_CODE_STUCK = 85
 """The process leaves with this code when its main thread cannot be brought out of what it does."""
@@ -76,6 +78,7 @@ class Patience:
 
     Attributes:
         settle_s: For ranks that are a step behind to come up.
+        ready_s: For one of them to begin an update that it is ready for; longer than that it hangs just before it.
         grace_s: For the main thread to leave by itself, as its collectives fail.
         every_s: Between two interruptions.
         abort_s: For the main thread to leave at all; then the process ends.
@@ -83,6 +86,7 @@ class Patience:
     """
 
     settle_s: float = 10.0
+    ready_s: float = 0.5
     grace_s: float = 0.1
     every_s: float = 0.05
     abort_s: float = 60.0
@@ -90,7 +94,7 @@ class Patience:
 
 
 class Workload(Protocol):
-    """What is restarted. All but `standing` are called by the main thread, in this order."""
+    """What is restarted. All but `standing` and `ready` are called by the main thread, in this order."""
 
     def standing(self) -> Standing:
         """The newest commit. Called by any thread."""
@@ -101,7 +105,7 @@ class Workload(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Whether `restore` can do the update that was about to begin."""
+        """Whether `restore` can do the update that was about to begin. Called by any thread."""
         ...
 
     def built(self) -> bool:
@@ -640,15 +644,21 @@ class RestartEngine:
                 return
             if all(standing.step == target for standing in standings):
                 return
-            with self._advanced:
-                self._advanced.wait_for(
-                    lambda: self._workload.standing().step >= target or self._interrupter.left, timeout=limit
-                )
+            self._come_up(target)
             generation.settle(limit)
         except RankLost:  # this rank itself, to the others; it is told again when it comes to meet them
             return
         except dist.DistError:  # a rank is gone; whether that matters shows when the ranks meet
             log.warning("after %s not all ranks answered within %.0f s", in_words(alarm), limit)
+
+    def _come_up(self, step: int) -> None:
+        """Until this rank is at the step, or it makes no sense to wait longer."""
+        straggler = Straggler(self._patience.settle_s, self._patience.ready_s, time.monotonic())
+        with self._advanced:
+            while not (self._workload.standing().step >= step or self._interrupter.left):
+                if not straggler.may_come(ready=self._workload.ready(), now=time.monotonic()):
+                    return
+                self._advanced.wait(_GLANCE_S)
 
     def _leave_process(self, cause: str, alarm: Fault) -> None:
         log.critical(
