@@ -692,6 +692,22 @@ def given_loaders(trainer: Trainer) -> list[Any]:
     return [loader for one in given if one is not None for loader in CombinedLoader(one).flattened]
 
 
+def notice_sigterm(trainer: Trainer) -> None:
+    """Let SIGTERM do no more than be noticed, and be passed on to the processes that this one has started.
+
+    `_SignalConnector._sigterm_notifier_fn` (2.6) broadcasts inside the signal handler: when not every rank is
+    signalled, or one in the middle of a collective, that never ends. Call it before the handlers are registered.
+    """
+    connector = trainer._signal_connector
+
+    def notice(signum: int, _: Any) -> None:
+        first, connector.received_sigterm = not connector.received_sigterm, True
+        if first and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+
+    vars(connector)["_sigterm_notifier_fn"] = notice
+
+
 def abandon_fit(trainer: Trainer) -> None:
     """Undo what `Trainer._run` holds when it is left in the middle and will be run again (2.0 on).
 

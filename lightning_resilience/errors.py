@@ -27,6 +27,8 @@ and derives from `BaseException` so that `except Exception` lets it pass:
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class ResilienceError(Exception):
     """Base of every error raised by this package."""
@@ -45,7 +47,16 @@ class RestartError(ResilienceError):
 
 
 class PeerFailed(RestartError):
-    """Another rank has a fault that is not retried."""
+    """Another rank has a fault that is not retried.
+
+    Args:
+        text: What happened.
+        types: Full names of the classes of the exceptions that the other ranks have.
+    """
+
+    def __init__(self, text: str, types: Collection[str] = ()) -> None:
+        super().__init__(text)
+        self.types = types
 
 
 class RankLost(RestartError):

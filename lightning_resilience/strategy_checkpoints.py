@@ -57,6 +57,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             self.checkpoint_io.connect(self._exchange)
         install(self._trainer)
+        _lightning.notice_sigterm(self._trainer)
         _lightning.agree_on_resume(self._trainer, self._agreed_resume_path)
 
     def _make_exchange(self, world_size: int) -> Exchange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,7 +30,7 @@ from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import installed_loop
 from lightning_resilience.data.commits import Commits
 from lightning_resilience.data.fit_loop import ResumableFitLoop
-from lightning_resilience.errors import StateLost
+from lightning_resilience.errors import PeerFailed, StateLost
 from lightning_resilience.events import EventLog, event_file
 from lightning_resilience.process_wide import note_generation, process_wide, process_wide_after
 from lightning_resilience.restart.control import open_control
@@ -48,6 +50,10 @@ from lightning_resilience.strategy_snapshots import SnapshottingStrategy
 log = logging.getLogger(__name__)
 
 _FENCE_LIMIT_S = 10.0
+
+EXIT_CODE_SIGTERM = 128 + signal.SIGTERM
+"""What a shell shows for a process that SIGTERM has ended."""
+_SIGTERM = f"{SIGTERMException.__module__}.{SIGTERMException.__qualname__}"
 
 
 class RestartingStrategy(SnapshottingStrategy):
@@ -174,6 +180,13 @@ class RestartingStrategy(SnapshottingStrategy):
             note_generation(engine.generation + 1)
             self._beginning = None
             self._loop.stand_alone()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """`fit` ends with this. Lightning's exception for SIGTERM would let the process end as if all were well."""
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = EXIT_CODE_SIGTERM
+        super().on_exception(exception)
 
     # --- while training
 
@@ -356,6 +369,10 @@ class RestartLauncher(_Launcher):
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return run_from_the_start(partial(function, *args, **kwargs), lambda: self._strategy._engine)
+        except PeerFailed as failed:
+            if _SIGTERM not in failed.types:
+                raise
+            raise SIGTERMException(EXIT_CODE_SIGTERM) from failed  # a stop is one of all ranks
         finally:
             self._strategy.end_restarts()
 

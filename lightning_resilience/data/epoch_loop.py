@@ -136,6 +136,12 @@ class ResumableEpochLoop(TrainingEpochLoop):
         if self.listener is not None:
             self.listener.batch_done()
 
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Nothing: Lightning 2.6 asks all ranks before each batch, and the device has to be waited for.
+
+        A rank that got SIGTERM stops by itself when its batch is over; the others hear of it as of any fault.
+        """
+
     def note_output(self, output: Any) -> None:
         """Remember what the training step returned, for the same hooks, should the batch end here."""
         if self._batch is not None:

@@ -155,4 +155,8 @@ def strike(fault: PlannedFault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "interrupt":
         raise KeyboardInterrupt
+    if fault.kind == "terminate":  # it is the handler's to say what comes of it
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     sys.exit(3)

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from lightning_resilience.errors import ConfigurationError
 
-Kind = Literal["raise", "hang", "hold", "stop", "kill", "exit", "interrupt", "skip"]
+Kind = Literal["raise", "hang", "hold", "stop", "kill", "exit", "interrupt", "skip", "terminate"]
 """An exception; a sleep without end; an hour in C code that holds the interpreter's lock; SIGSTOP; SIGKILL;
-``sys.exit(3)``; ``KeyboardInterrupt``; a barrier that all ranks but this one wait in."""
+``sys.exit(3)``; ``KeyboardInterrupt``; a barrier that all ranks but this one wait in; SIGTERM, twice."""
 
 Place = Literal[
     "prepare_data",

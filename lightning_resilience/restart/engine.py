@@ -467,7 +467,8 @@ class RestartEngine:
             raise error
         if meeting.lost:
             raise RankLost(f"{action.reason}. Start the job again; with a checkpoint it goes on from there.") from error
-        raise PeerFailed(f"no restart: {action.reason}. {incident.cause}") from error
+        types = {name for fault in incident.faults for name in fault.types[:1]}
+        raise PeerFailed(f"no restart: {action.reason}. {incident.cause}", types) from error
 
     def _leave_groups_usable(self, reports: Sequence[Report], incident: Incident) -> None:
         """Whoever handles the error may communicate, and train again."""

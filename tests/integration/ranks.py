@@ -90,10 +90,14 @@ class Job:
             if time.monotonic() > deadline:
                 raise JobFailed(f"{members} did not end in {timeout} s\n{self.output[-8000:]}")
             time.sleep(0.05)
-        codes = [_exit_code(Path(f"{self._output}.{rank}.exit")) for rank in range(len(self._ranks))]
-        if any(codes):
-            raise JobFailed(f"the ranks ended with {codes}\n{self.output[-8000:]}")
+        if any(self.codes):
+            raise JobFailed(f"the ranks ended with {self.codes}\n{self.output[-8000:]}")
         return self.output
+
+    @property
+    def codes(self) -> list[int]:
+        """With which code each rank has ended; -1 for one that was killed, or still runs."""
+        return [_exit_code(Path(f"{self._output}.{rank}.exit")) for rank in range(len(self._ranks))]
 
     def wait_for(self, path: Path, timeout: float = 60.0) -> None:
         """Until a file is there.

@@ -24,6 +24,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
@@ -37,6 +38,11 @@ from lightning_resilience.faults.injector import FaultInjector, strike
 from lightning_resilience.faults.plan import Place, PlannedFault
 
 BATCHES, BATCH, WIDTH = 6, 2, 6
+COLLECTIVES = [
+    name
+    for name, found in vars(dist).items()
+    if callable(found) and name.startswith(("all_", "barrier", "broadcast", "gather", "monitored", "reduce", "scatter"))
+]
 HANG_TIMEOUT_S = 1.5
 
 
@@ -177,6 +183,28 @@ class SelfSharded(Net):
         assert self.device_mesh is not None
         for part in (*self.blocks, self):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class Counted(Net):
+    """Which collectives are asked for between the starts of the second and of the fifth batch, hooks and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[str] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 0 and batch_idx == 1:
+            self.originals = {name: vars(dist)[name] for name in COLLECTIVES}
+            vars(dist).update({name: self.counting(name, original) for name, original in self.originals.items()})
+        if self.trainer.current_epoch == 0 and batch_idx == 4:
+            vars(dist).update(self.originals)
+
+    def counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            self.collectives.append(name)
+            return original(*args, **options)
+
+        return counted
 
 
 class Lately(Net):
@@ -397,7 +425,9 @@ def loader(run: Run, batches: int, shuffle: bool, folder: Path) -> DataLoader[tu
     )
 
 
-def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fault: None) -> dict[str, Any]:
+def fit(
+    run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fault: None, *, uncaught: bool = False
+) -> dict[str, Any]:
     """Train; `tell` is called right before each fault, on its rank."""
     L.seed_everything(3)
     model: Net = globals()[run.model]()
@@ -415,7 +445,7 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ResilientFSDPStrategy(
-            hang_timeout=HANG_TIMEOUT_S, restart=patient, health_checks=checks, **run.strategy
+            **{"hang_timeout": HANG_TIMEOUT_S, "restart": patient, "health_checks": checks, **run.strategy}
         ),
         callbacks=callbacks,
         plugins=[AsyncCheckpointIO(on_busy="wait", **run.plugin)] if run.saves else [],
@@ -433,7 +463,9 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
         trainer.fit(model, loader(run, BATCHES, True, folder), loader(run, 2, False, folder))
     except BaseException as caught:  # the test asks for it
         traceback.print_exc()
-        error = f"{type(caught).__name__}: {caught}"
+        if uncaught:
+            raise
+        error = f"{type(caught).__name__}: {caught.code if isinstance(caught, SystemExit) else caught}"
     return {
         "error": error,
         "rows": recorder.rows,
@@ -448,6 +480,7 @@ def fit(run: Run, folder: Path, tell: Callable[[PlannedFault], None] = lambda fa
         "restarts": witness.journal.restarts,
         "usage": witness.journal.usage,
         "training": model.training,
+        "collectives": model.collectives if isinstance(model, Counted) else [],
     }
 
 
@@ -486,3 +519,10 @@ def main() -> None:
         run = Run(**fields)
         results[run.name] = fit(run, folder / run.name)
         (folder / f"results-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+def train() -> None:
+    """One run, whose end is the end of the process. Arguments as of `main`."""
+    torch.set_num_threads(1)
+    (fields,) = json.loads(sys.argv[1])
+    fit(Run(**fields), Path(sys.argv[2]), uncaught=True)

@@ -50,8 +50,9 @@ def _run(order: dict[str, Any], rank: int) -> None:
         sys.argv = [module, *order["arguments"]]
         getattr(importlib.import_module(module), function)()
         code = 0
-    except BaseException:  # the edge of the process: the test reads it
+    except BaseException as error:  # the edge of the process: the test reads it
         traceback.print_exc()
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     with open(f"{order['output']}.{rank}.exit", "w") as file:
         file.write(str(code))
     sys.exit(code)

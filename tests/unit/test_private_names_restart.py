@@ -7,6 +7,7 @@ import pickle
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch._C._distributed_c10d import HashStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,6 +197,34 @@ def test_the_end_of_a_batch_is_as_lightning_does_it() -> None:
     ]
     places = [end.index(call) for call in calls]
     assert places == sorted(places)
+
+
+def test_lightning_broadcasts_for_sigterm_where_we_take_it_out() -> None:
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "self.trainer.received_sigterm" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
+    assert SIGTERMException(143).code == 143
+
+
+def test_sigterm_is_noticed_and_passed_on_once() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    passed_on: list[int] = []
+
+    class Launcher(_Launcher):
+        is_interactive_compatible = True
+
+        def launch(self, *_: Any, **__: Any) -> None: ...
+
+        def kill(self, signum: Any) -> None:
+            passed_on.append(signum)
+
+    trainer.strategy._launcher = Launcher()
+    _lightning.notice_sigterm(trainer)
+    connector = trainer._signal_connector
+    for _ in range(2):
+        connector._sigterm_notifier_fn(15, None)  # type: ignore[arg-type]  # no frame
+    assert connector.received_sigterm
+    assert passed_on == [15]
 
 
 def test_the_closure_of_an_update() -> None:
