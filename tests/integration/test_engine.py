@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
@@ -334,23 +335,46 @@ def test_two_thousand_tensors_need_a_handful_of_descriptors(engine: CheckpointEn
     assert_same(found, state)
 
 
+@pytest.mark.parametrize("shape", [(30, 20), (31, 20)])
+def test_a_parameter_that_was_replaced_between_two_saves_is_the_new_one(
+    engine: CheckpointEngine, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    """pytorch 183413, torchtitan 3476: a stager that is used again raised KeyError."""
+    model, expected = nn.Linear(20, 30), []
+    for step in (1, 2, 3):
+        if step > 1:
+            model.weight = nn.Parameter(torch.full(shape, float(step)))
+        engine.save_sharded(str(tmp_path / f"{step}.ckpt"), step, {"state_dict": model.state_dict()}, {})
+        expected.append({name: value.clone() for name, value in model.state_dict().items()})
+        with torch.no_grad():
+            model.weight.zero_()
+    engine.wait()
+    for step, state in enumerate(expected, start=1):
+        found = {"state_dict": {name: torch.full_like(value, -1.0) for name, value in state.items()}}
+        load(found, checkpoint_id=tmp_path / f"{step}.ckpt", no_dist=True)
+        assert_same(found["state_dict"], state)
+
+
 def test_memory_descriptors_and_shared_memory_stay_flat(engine: CheckpointEngine, shm: Path, tmp_path: Path) -> None:
-    state = {"state_dict": {f"layer{index}": torch.ones(100, 100) for index in range(50)}}
+    """Of this process and of its writer. One tensor of 400 kB that is kept per save would be 20 MB."""
+    state = {"state_dict": {f"layer{index}": torch.ones(1000, 100) for index in range(10)}}
     path = str(tmp_path / "a.ckpt")
 
-    def measure() -> tuple[int, int, int]:
+    def measure() -> tuple[list[int], list[int], list[int]]:
         engine.save_sharded(path, 1, state, {})
         engine.wait()
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1]) * 4096
-        return resident, len(os.listdir("/proc/self/fd")), sum(os.stat(shm / name).st_size for name in os.listdir(shm))
+        processes = [Path("/proc/self"), Path(f"/proc/{engine.writer_pid}")]
+        resident = [int((process / "statm").read_text().split()[1]) * 4096 for process in processes]
+        descriptors = [len(os.listdir(process / "fd")) for process in processes]
+        return resident, descriptors, [file.stat().st_size for file in sorted(shm.iterdir())]
 
     for _ in range(5):
         before = measure()
     for _ in range(50):
         after = measure()
-    assert after[0] - before[0] < 8 << 20
-    assert after[1:] == before[1:]
+    assert all(now - then < 8 << 20 for now, then in zip(after[0], before[0], strict=True))
+    assert all(now - then < 25 for now, then in zip(after[1], before[1], strict=True))  # the writer may just close one
+    assert after[2] == before[2]
 
 
 def test_a_report_tells_how_a_save_went(
