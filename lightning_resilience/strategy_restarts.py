@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.types import _PATH
@@ -23,9 +23,11 @@ from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch import forget_interrupted_batch, memory_of_batches
 from lightning_resilience._torch_groups import Groups, Store
 from lightning_resilience.beginning import Beginning
-from lightning_resilience.checkpoint.exchange import gather_json
-from lightning_resilience.checkpoint.snapshots.start import held_by_all, newest_whole
-from lightning_resilience.checkpoint.snapshots.stored import newest_stored
+from lightning_resilience.checkpoint.exchange import GroupExchange, gather_json
+from lightning_resilience.checkpoint.snapshots.choice import Stored
+from lightning_resilience.checkpoint.snapshots.start import newest_state
+from lightning_resilience.checkpoint.snapshots.stored import stored_in
+from lightning_resilience.checkpoint.verify import can_go_on_from
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import installed_loop
 from lightning_resilience.data.commits import Commits
@@ -301,16 +303,19 @@ class RestartingStrategy(SnapshottingStrategy):
         if not isinstance(plugin, AsyncCheckpointIO):
             return None
         plugin.wait()
-        stored = newest_stored(self._run_directory(plugin)) if self.is_global_zero else None
-        mine = {"path": stored and stored.path, "step": stored and stored.step}
-        told = gather_json(self._exchange, mine)[0]
-        path, at = told["path"], told["step"] or 0
+        found = stored_in(self._run_directory(plugin)) if self.is_global_zero else []
+        stored = [Stored(**one) for one in gather_json(self._exchange, [vars(one) for one in found])[0]]
+        path = stored[0].path if stored else None
         snapshot = None
         if plugin.snapshots is not None:
-            snapshots = plugin.snapshots
-            snapshot = newest_whole(snapshots, held_by_all(snapshots), lambda step: path is None or step >= at)
+            snapshot = newest_state(
+                plugin.snapshots,
+                stored if plugin.fall_back else stored[:1],
+                lambda step, one: one is None or step >= (one.step or 0),
+                lambda one: not plugin.fall_back or can_go_on_from(plugin.place(one.path), self._exchange),
+            )
         if snapshot is None:
-            return cast("str | None", path)
+            return path
         self._to_load = snapshot, path
         return f"the snapshot of step {snapshot}"
 

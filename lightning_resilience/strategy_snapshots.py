@@ -22,7 +22,7 @@ from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.snapshots.points import State
 from lightning_resilience.checkpoint.snapshots.run import forget_run
 from lightning_resilience.checkpoint.snapshots.start import begin_run
-from lightning_resilience.checkpoint.snapshots.stored import newest_stored
+from lightning_resilience.checkpoint.snapshots.stored import stored_in
 from lightning_resilience.checkpoint.state import clean_name
 from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
@@ -61,7 +61,7 @@ class SnapshottingStrategy(CheckpointingStrategy):
             self._together(lambda: forget_run(directory) if self.is_global_zero else None, SaveError)
             return path
         request = Request(plugin.place(path).resolved().path if path else None, was_asked_for(directory))
-        step = begin_run(plugin.snapshots, directory, request, lambda: newest_stored(directory))
+        step = begin_run(plugin.snapshots, directory, request, lambda: stored_in(directory), fall_back=plugin.fall_back)
         if step is None:
             return path
         self._to_load = step, path

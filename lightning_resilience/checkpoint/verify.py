@@ -13,11 +13,12 @@ from typing import TypeVar
 import xxhash
 
 from lightning_resilience.checkpoint.agreement import together
-from lightning_resilience.checkpoint.candidates import Candidate, examine, none_valid, with_predecessors
+from lightning_resilience.checkpoint.candidates import META, Candidate, examine, none_valid, with_predecessors
 from lightning_resilience.checkpoint.digest import BLOCK, pieces
 from lightning_resilience.checkpoint.exchange import Exchange, gather_json
 from lightning_resilience.checkpoint.files import CheckpointFiles, Source, altered
 from lightning_resilience.checkpoint.manifest import Manifest, Seal
+from lightning_resilience.checkpoint.peek import peek
 from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import DamagedCheckpointError, LoadError, WeightsOnlyCheckpointError
 
@@ -47,6 +48,29 @@ def choose(place: Place, exchange: Exchange, *, fall_back: bool) -> Place:
         return one
 
     return first_usable(place, exchange, attempt, fall_back=fall_back)
+
+
+def can_go_on_from(place: Place, exchange: Exchange) -> bool:
+    """Whether every byte of a checkpoint is right, and it has more than weights; why not is logged.
+
+    Called on all ranks, which share the reading. What no manifest proves counts as right.
+
+    Raises:
+        LoadError: It cannot be read, for another reason than damage.
+    """
+
+    def look() -> bool:
+        candidate = examined(place)
+        check_share(candidate, exchange.rank, exchange.world_size, trust=True)
+        facts = peek(candidate.folder / META if isinstance(candidate.proof, Manifest) else place)
+        return facts is None or facts.resumable
+
+    try:
+        return together(exchange, look)
+    except DamagedCheckpointError as error:
+        if exchange.rank == 0:
+            log.warning("DAMAGED CHECKPOINT: %s. The newest state before it is used instead.", error)
+        return False
 
 
 def first_usable(place: Place, exchange: Exchange, attempt: Callable[[Place], _T], *, fall_back: bool) -> _T:

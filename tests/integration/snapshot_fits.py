@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_resilience import AsyncCheckpointIO, ResilientFSDPStrategy, newest_checkpoint
 from lightning_resilience.checkpoint.commit import CommitClock
+from lightning_resilience.checkpoint.manifest import read_manifest
 from lightning_resilience.checkpoint.messages import Rescue
 from lightning_resilience.checkpoint.snapshots.leftovers import remove_run
 from lightning_resilience.checkpoint.snapshots.rescue import rescue
@@ -144,6 +145,21 @@ def fits_of(kind: str, folder: Path, model: type[Net] = Net) -> dict[str, Any]:
     return results
 
 
+def flip_a_byte(checkpoint: Path) -> None:
+    """In the middle of the shard of rank 0."""
+    newest_checkpoint(checkpoint.parent)  # waits for its writers
+    if os.environ["RANK"] == "0":
+        manifest = read_manifest(place_for(checkpoint))
+        assert manifest is not None
+        name = max(manifest.files, key=lambda name: manifest.files[name].size)
+        with open(checkpoint / manifest.folder / name, "r+b") as file:
+            file.seek(manifest.files[name].size // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+
+
 def left_in_memory() -> int:
     """Files of this rank; the other may be a moment behind."""
     mine = f"-rank{os.environ['RANK']}-"
@@ -166,6 +182,10 @@ def main() -> None:
     results["after going back"] = fit(a, newest_checkpoint(a), crash=8)
     results["to the end"] = fit(a, newest_checkpoint(a))
     results["after the end"] = fit(a, newest_checkpoint(a))
+    damaged = root / "damaged"
+    results["two checkpoints"] = fit(damaged, None, crash=11, every=7)
+    flip_a_byte(damaged / "step=10.ckpt")
+    results["the newest is damaged"] = fit(damaged, newest_checkpoint(damaged), every=7)
     full = root / "full"
     newest_checkpoint(full)
     results["full"] = fit(full, None, crash=3, kind="full")

@@ -28,6 +28,7 @@ def job(stem: Stem, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict
         ("not the newest", 6, True),  # the user named it
         ("after going back", 7, True),  # the checkpoint of step 10 is of another future
         ("to the end", 9, False),
+        ("the newest is damaged", 8, False),  # of step 10; a snapshot of step 7, and before it a checkpoint of step 5
         ("full", 1, True),
         ("full, again", 4, False),
         ("manual", 1, True),

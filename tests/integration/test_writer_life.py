@@ -212,7 +212,7 @@ from lightning_resilience.checkpoint.snapshots.points import State
 from lightning_resilience.checkpoint.snapshots.start import begin_run
 from lightning_resilience.checkpoint.storage import place_for
 snapshots = Snapshots(folder + "/shm", 1)
-begin_run(snapshots, place_for(folder), Request(None, asked=True), lambda: None)
+begin_run(snapshots, place_for(folder), Request(None, asked=True), lambda: [])
 engine.rescue(snapshots.run, folder + "/shm", folder, None)
 save(1)
 small = archive({"global_step": 7})

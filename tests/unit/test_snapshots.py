@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from lightning_resilience.checkpoint.arena import Arena
 from lightning_resilience.checkpoint.candidates import META
 from lightning_resilience.checkpoint.envelope import archive
 from lightning_resilience.checkpoint.exchange import Exchange
+from lightning_resilience.checkpoint.manifest import seal_tail
 from lightning_resilience.checkpoint.restore import OPTIMIZERS, Target, apply_optimizers
 from lightning_resilience.checkpoint.snapshots import header as header_bytes
 from lightning_resilience.checkpoint.snapshots import leftovers, sealing
@@ -90,7 +92,7 @@ class Rank:
         self.snapshots = Snapshots(str(self.shm), 1, exchange, copies)
 
     def start(self, request: Request = NEWEST_OF_NOTHING, newest: Stored | None = None) -> int | None:
-        return begin_run(self.snapshots, self.directory, request, lambda: newest)
+        return begin_run(self.snapshots, self.directory, request, lambda: [newest] if newest else [])
 
     def take(self, training: Training) -> None:
         self.snapshots.take(training.step, training.state)
@@ -379,8 +381,66 @@ def test_a_start_that_is_killed_at_once_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_was_committed_after_the_snapshot_is_newer(tmp_path: Path) -> None:
     successor = killed_after(tmp_path, 3)
-    checkpoint = Stored("/run/step=5.ckpt", 5, created_ns=99)
+    checkpoint = stored_at(tmp_path, 5)
     assert successor.start(Request(checkpoint.path, asked=True), checkpoint) is None
+    successor.snapshots.close(keep=False)
+
+
+def stored_at(tmp_path: Path, step: int) -> Stored:
+    """A checkpoint with a seal."""
+    place = place_for(tmp_path / "run" / f"step={step}.ckpt")
+    data = archive({"global_step": step, "callbacks": {}, "lr_schedulers": []})[:-2]  # but the length of a comment
+    digest = xxhash.xxh3_64_hexdigest(data)
+    Path(place.path).write_bytes(data + seal_tail(len(data), step, step, digest))
+    return Stored(place.path, step, created_ns=step)
+
+
+def start_with(rank: Rank, *stored: Stored, fall_back: bool = True) -> int | None:
+    """Newest first; the newest is asked for."""
+    request = Request(stored[0].path, asked=True)
+    return begin_run(rank.snapshots, rank.directory, request, lambda: stored, fall_back=fall_back)
+
+
+def flip_a_byte(checkpoint: Stored) -> None:
+    path = Path(checkpoint.path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_snapshot_wins_over_the_checkpoint_before_a_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    successor = killed_after(tmp_path, 3)
+    newest, before = stored_at(tmp_path, 5), stored_at(tmp_path, 2)
+    flip_a_byte(newest)
+    assert start_with(successor, newest, before) == 3
+    assert f"DAMAGED CHECKPOINT: {newest.path}" in caplog.text
+    successor.snapshots.close(keep=False)
+
+
+def test_a_whole_checkpoint_before_the_damaged_one_wins_if_the_snapshot_is_older(tmp_path: Path) -> None:
+    successor = killed_after(tmp_path, 3)
+    newest, before = stored_at(tmp_path, 5), stored_at(tmp_path, 4)
+    flip_a_byte(newest)
+    assert start_with(successor, newest, before) is None
+    successor.snapshots.close(keep=False)
+
+
+def test_a_snapshot_is_used_when_no_checkpoint_is_whole(tmp_path: Path) -> None:
+    successor = killed_after(tmp_path, 3)
+    newest, before = stored_at(tmp_path, 5), stored_at(tmp_path, 4)
+    flip_a_byte(newest)
+    flip_a_byte(before)
+    assert start_with(successor, newest, before) == 3
+    successor.snapshots.close(keep=False)
+
+
+def test_damage_that_shall_raise_is_not_covered_up_by_a_snapshot(tmp_path: Path) -> None:
+    successor = killed_after(tmp_path, 3)
+    newest, before = stored_at(tmp_path, 5), stored_at(tmp_path, 2)
+    flip_a_byte(newest)
+    assert start_with(successor, newest, before, fall_back=False) is None
     successor.snapshots.close(keep=False)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stored:
-    """The newest checkpoint that the run has on storage.
+    """A checkpoint that the run has on storage.
 
     Attributes:
         path: Where, with links resolved.

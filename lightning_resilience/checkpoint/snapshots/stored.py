@@ -7,10 +7,15 @@ from lightning_resilience.checkpoint.snapshots.choice import Stored
 from lightning_resilience.checkpoint.storage import Place
 
 
+def stored_in(directory: Place) -> list[Stored]:
+    """The checkpoints in the run's directory that can be whole, newest first."""
+    return [
+        Stored(one.place.resolved().path, one.proof.step if one.proof else None, one.created_ns)
+        for one in find(directory)
+        if not one.fault
+    ]
+
+
 def newest_stored(directory: Place) -> Stored | None:
     """The newest checkpoint in the run's directory that can be whole."""
-    for candidate in find(directory):
-        if not candidate.fault:
-            step = candidate.proof.step if candidate.proof else None
-            return Stored(candidate.place.resolved().path, step, candidate.created_ns)
-    return None
+    return next(iter(stored_in(directory)), None)
