@@ -23,7 +23,7 @@ from lightning_resilience import _lightning, _torch_groups
 from lightning_resilience._torch import forget_interrupted_batch, memory_of_batches
 from lightning_resilience._torch_groups import Groups, Store
 from lightning_resilience.beginning import Beginning
-from lightning_resilience.checkpoint.exchange import GroupExchange, gather_json
+from lightning_resilience.checkpoint.exchange import gather_json
 from lightning_resilience.checkpoint.snapshots.choice import Stored
 from lightning_resilience.checkpoint.snapshots.start import newest_state
 from lightning_resilience.checkpoint.snapshots.stored import stored_in

@@ -47,7 +47,7 @@ class PickleGuard:
 
     def _scan(self, at: int) -> int:
         """The frequent instructions are handled here, the others by name; a call each would double the time."""
-        data, stack, memo = self._data, self._stack, self._memo
+        data, stack, memo, marks = self._data, self._stack, self._memo, self._marks
         while True:
             code = data[at]
             at += 1
@@ -68,7 +68,14 @@ class PickleGuard:
                 count = code - 0x84
                 self._push_tuple(stack[-count:], count)
             elif code == 0x28:  # MARK
-                self._marks.append(len(stack))
+                marks.append(len(stack))
+            elif code in _TAKE_TWO_GIVE_ONE:
+                if weight := stack.pop() + stack[-1]:
+                    self._spend(weight)
+                    stack[-1] = 0
+            elif code == 0x62:  # BUILD
+                if weight := stack.pop():
+                    self._spend(weight)
             elif code in (0x8C, 0x55, 0x43, 0x8A):  # SHORT_BINUNICODE, SHORT_BINSTRING, SHORT_BINBYTES, LONG1
                 at = self._skip(at + 1, data[at])
             elif code == 0x2E:  # STOP
@@ -99,10 +106,13 @@ class PickleGuard:
         if count > len(self._stack):
             raise IndexError
         if count:
-            self._credit -= sum(self._stack[-count:])
-            if self._credit < 0:
-                raise UntrustedCheckpointError("it uses the same tuples over and over")
+            self._spend(sum(self._stack[-count:]))
             del self._stack[-count:]
+
+    def _spend(self, weight: int) -> None:
+        self._credit -= weight
+        if self._credit < 0:
+            raise UntrustedCheckpointError("it uses the same tuples over and over")
 
     # --- instructions that are rare enough for a call: each gets the position and returns the next ------------------
 
@@ -132,19 +142,13 @@ class PickleGuard:
         return at
 
     def _take_one(self, at: int) -> int:
-        """APPEND, BUILD, POP."""
+        """APPEND, POP."""
         self._take(1)
         return at
 
     def _take_two(self, at: int) -> int:
         """SETITEM."""
         self._take(2)
-        return at
-
-    def _call(self, at: int) -> int:
-        """REDUCE, NEWOBJ, STACK_GLOBAL: two values become one."""
-        self._take(2)
-        self._stack.append(0)
         return at
 
     def _persistent(self, at: int) -> int:
@@ -203,6 +207,7 @@ _PUSH = {
     0x4A: 4,  # BININT
     0x47: 8,  # BINFLOAT
 }
+_TAKE_TWO_GIVE_ONE = frozenset((0x52, 0x81, 0x93))  # REDUCE, NEWOBJ, STACK_GLOBAL
 _RARE: dict[int, Callable[[PickleGuard, int], int]] = {
     0x74: PickleGuard._tuple_to_mark,
     0x65: PickleGuard._items_to_mark,
@@ -213,12 +218,8 @@ _RARE: dict[int, Callable[[PickleGuard, int], int]] = {
     0x91: PickleGuard._container_to_mark,
     0x31: PickleGuard._pop_mark,
     0x61: PickleGuard._take_one,
-    0x62: PickleGuard._take_one,
     0x30: PickleGuard._take_one,
     0x73: PickleGuard._take_two,
-    0x52: PickleGuard._call,
-    0x81: PickleGuard._call,
-    0x93: PickleGuard._call,
     0x51: PickleGuard._persistent,
     0x32: PickleGuard._duplicate,
     0x63: PickleGuard._global,
