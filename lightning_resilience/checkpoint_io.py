@@ -36,6 +36,7 @@ from lightning_resilience.checkpoint.roll_call import RollCall
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
 from lightning_resilience.checkpoint.storage import Place, in_process_only, is_url, place_for
 from lightning_resilience.checkpoint.verify import check_share, examined, first_usable
+from lightning_resilience.durations import checked_seconds
 from lightning_resilience.errors import (
     ConfigurationError,
     LoadError,
@@ -108,20 +109,21 @@ class AsyncCheckpointIO(CheckpointIO):
     ) -> None:
         super().__init__()
         every = _interval(snapshot_every_n_steps)
+        shm_dir = _path("shm_dir", shm_dir)
         self.snapshots = None if every is None else Snapshots(shm_dir, every)
         self._storage_options = plain_options(storage_options)
         self._options_of: dict[str, Mapping[str, Any]] = {}  # by path, of saves that brought their own
         self._options = EngineOptions(
             shm_dir=shm_dir,
             slots=_at_least_one("slots", slots, "how many states to stage at a time"),
-            deadline_s=_seconds(timeout),
+            deadline_s=checked_seconds(timeout, "AsyncCheckpointIO(timeout={})"),
             on_busy=_policy(on_busy),
             max_consecutive_failures=_failures(max_consecutive_failures),
         )
-        self._events_path = events
+        self._events_path = None if events is None else _path("events", events)
         self._events: EventLog | None = None
         self.fall_back = _falls_back(on_damage)
-        self.trust = trust
+        self.trust = _trusts(trust)
         self._exchange: Exchange = Alone()
         self._connected = False
         self._engine: CheckpointEngine | None = None
@@ -598,8 +600,10 @@ def plain_options(options: Mapping[str, Any] | None) -> Mapping[str, Any] | None
     """Options that can be told to another process.
 
     Raises:
-        ConfigurationError: One of them is an object; the message says which, and does not show it.
+        ConfigurationError: They are no mapping, or one of them is an object; the message does not show the value.
     """
+    if options is not None and not isinstance(options, Mapping):  # not shown: it may be a password
+        raise ConfigurationError(f"storage_options is a {type(options).__name__}: a dictionary, as in {{'anon': True}}")
     for key, value in (options or {}).items():
         try:
             same = json.loads(json.dumps({key: value})) == {key: value}
@@ -631,11 +635,16 @@ def _policy(on_busy: OnBusy) -> OnBusy:
     return on_busy
 
 
-def _seconds(timeout: float | timedelta) -> float:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or seconds <= 0:
-        raise ConfigurationError(f"AsyncCheckpointIO(timeout={timeout!r}): seconds or a timedelta, more than 0")
-    return float(seconds)
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigurationError(f"AsyncCheckpointIO({name}={value!r}): a path")
+    return os.fspath(value)
+
+
+def _trusts(trust: bool) -> bool:
+    if not isinstance(trust, bool):  # a word such as "no" would count as yes
+        raise ConfigurationError(f"AsyncCheckpointIO(trust={trust!r}): True or False")
+    return trust
 
 
 def _falls_back(on_damage: str) -> bool:

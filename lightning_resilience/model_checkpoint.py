@@ -23,6 +23,7 @@ from lightning_resilience.checkpoint.interval import (
 )
 from lightning_resilience.checkpoint.pace import Pace
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
+from lightning_resilience.durations import checked_seconds
 from lightning_resilience.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class ResilientModelCheckpoint(ModelCheckpoint):
         **options: Any,
     ) -> None:
         self._auto = every_n_train_steps == "auto"
-        self._assumed_mtbf_s = _seconds(mean_time_between_faults)
-        if isinstance(every_n_train_steps, str) and not self._auto:
+        self._assumed_mtbf_s = checked_seconds(mean_time_between_faults, "mean_time_between_faults={}")
+        if not self._auto and not (every_n_train_steps is None or isinstance(every_n_train_steps, int)):
             raise ConfigurationError(f'every_n_train_steps={every_n_train_steps!r}: "auto", a number of steps, or None')
         if self._auto and (other := {"every_n_epochs", "train_time_interval"} & options.keys()):
             raise ConfigurationError(
@@ -164,10 +165,3 @@ class ResilientModelCheckpoint(ModelCheckpoint):
 def _is_busy(trainer: Trainer) -> bool:
     plugin = trainer.strategy.checkpoint_io
     return isinstance(plugin, AsyncCheckpointIO) and plugin.is_busy
-
-
-def _seconds(value: float | timedelta) -> float:
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or seconds <= 0:
-        raise ConfigurationError(f"mean_time_between_faults={value!r}: seconds or a timedelta, more than 0")
-    return float(seconds)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
+from lightning_resilience.durations import checked_seconds
 from lightning_resilience.errors import ConfigurationError
 
 _ALWAYS_FATAL = (
@@ -289,9 +290,4 @@ def _check_count(argument: str, value: object, *, least: int, optional: bool = F
 
 
 def _window(value: float | timedelta | None) -> float | None:
-    if value is None:
-        return None
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or seconds <= 0:
-        raise ConfigurationError(f"RestartPolicy(window={value!r}): seconds or a timedelta, more than 0, or None")
-    return float(seconds)
+    return None if value is None else checked_seconds(value, "RestartPolicy(window={})", ", or None")

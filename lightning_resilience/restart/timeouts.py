@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
-from lightning_resilience.errors import ConfigurationError
+from lightning_resilience.durations import checked_seconds
 
 
 class Section(str, Enum):
@@ -106,9 +106,4 @@ def hang_seconds(value: float | timedelta | None) -> float | None:
     Raises:
         ConfigurationError: It cannot be a duration.
     """
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0:
-        raise ConfigurationError(f"hang_timeout={value!r} must be seconds or a timedelta, more than 0, or None.")
-    return float(seconds)
+    return None if value is None else checked_seconds(value, "hang_timeout={}", ", or None")

@@ -29,7 +29,13 @@ from lightning_resilience.events import read_events
         ({"timeout": -1}, "more than 0"),
         ({"timeout": timedelta(0)}, "more than 0"),
         ({"timeout": "soon"}, "seconds or a timedelta"),
+        ({"timeout": float("nan")}, "more than 0"),
+        ({"timeout": float("inf")}, "more than 0"),
         ({"on_damage": "ignore"}, '"previous" or "raise"'),
+        ({"shm_dir": 3}, r"shm_dir=3\): a path"),
+        ({"events": True}, r"events=True\): a path"),
+        ({"trust": "no"}, "True or False"),
+        ({"storage_options": "key=x"}, "storage_options is a str: a dictionary"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_at_once(options: dict[str, Any], says: str) -> None:

@@ -118,14 +118,20 @@ def test_the_key_of_the_state_does_not_change_with_the_interval(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"every_n_train_steps": "often"}, {"every_n_epochs": 1}, {"train_time_interval": timedelta(1)}]
+    "wrong",
+    [
+        {"every_n_train_steps": "often"},
+        {"every_n_train_steps": 1.5},
+        {"every_n_epochs": 1},
+        {"train_time_interval": timedelta(1)},
+    ],
 )
 def test_two_ways_to_say_how_often_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="every_n_train_steps"):
         ResilientModelCheckpoint(tmp_path, **wrong)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, True, "day", timedelta(0)])
+@pytest.mark.parametrize("value", [0, -1.0, True, "day", timedelta(0), float("nan")])
 def test_the_time_between_faults_is_checked(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ConfigurationError, match="mean_time_between_faults"):
         ResilientModelCheckpoint(tmp_path, mean_time_between_faults=value)

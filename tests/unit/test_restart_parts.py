@@ -220,7 +220,7 @@ def test_timeouts_are_learned_and_exceptions_forgotten() -> None:
     assert timeouts.limit_s(Section.TRAIN_STEP) == 2
 
 
-@pytest.mark.parametrize("value", [0, -1.0, True, "1"])
+@pytest.mark.parametrize("value", [0, -1.0, True, "1", float("nan")])
 def test_a_timeout_that_cannot_be(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="hang_timeout"):
         hang_seconds(value)
