@@ -143,7 +143,14 @@ def _checked(manifest: Manifest) -> Manifest:
 
 
 def seal_tail(size: int, step: int, created_ns: int, digest: str) -> bytes:
-    """The last bytes of a sealed file: the length of the archive's comment, and the comment."""
+    """The last bytes of a sealed file: the length of the archive's comment, and the comment.
+
+    Args:
+        size: Of the archive without a comment, in bytes, the two that this replaces included.
+        step: Of the checkpoint.
+        created_ns: When, in nanoseconds since 1970.
+        digest: xxh3 of all bytes before these.
+    """
     comment = Seal(size, digest, step, created_ns).encode()
     return len(comment).to_bytes(2, "little") + comment
 

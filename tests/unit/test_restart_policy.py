@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -160,6 +161,8 @@ def test_a_rank_that_fails_again_and_again_is_replaced() -> None:
         {"window": 0},
         {"window": "1h"},
         {"window": timedelta(0)},
+        {"window": math.nan},
+        {"window": math.inf},
         {"retry_on": OSError},
         {"retry_on": "OSError"},
         {"never_retry": [3]},

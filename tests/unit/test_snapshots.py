@@ -389,9 +389,9 @@ def test_a_checkpoint_that_was_committed_after_the_snapshot_is_newer(tmp_path: P
 def stored_at(tmp_path: Path, step: int) -> Stored:
     """A checkpoint with a seal."""
     place = place_for(tmp_path / "run" / f"step={step}.ckpt")
-    data = archive({"global_step": step, "callbacks": {}, "lr_schedulers": []})[:-2]  # but the length of a comment
-    digest = xxhash.xxh3_64_hexdigest(data)
-    Path(place.path).write_bytes(data + seal_tail(len(data), step, step, digest))
+    plain = archive({"global_step": step, "callbacks": {}, "lr_schedulers": []})
+    data = plain[:-2]  # but the length of a comment
+    Path(place.path).write_bytes(data + seal_tail(len(plain), step, step, xxhash.xxh3_64_hexdigest(data)))
     return Stored(place.path, step, created_ns=step)
 
 
