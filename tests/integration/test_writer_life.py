@@ -14,6 +14,7 @@ import pytest
 ENGINE = """
 import os, resource, signal, sys, torch
 from lightning_resilience.checkpoint.engine import CheckpointEngine, EngineOptions
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with `&` ignores it
 folder = sys.argv[1]
 engine = CheckpointEngine(EngineOptions(shm_dir=folder + "/shm", deadline_s=float(sys.argv[2])))
 def save(step, count=1):
