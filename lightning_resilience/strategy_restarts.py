@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_resilience import _lightning, _torch_groups
-from lightning_resilience._torch import forget_interrupted_batch, memory_of_batches
+from lightning_resilience._torch import forget_interrupted_batch, memory_of_batches, workers_end_quickly
 from lightning_resilience._torch_groups import Groups, Store
 from lightning_resilience.beginning import Beginning
 from lightning_resilience.checkpoint.exchange import gather_json
@@ -397,8 +397,12 @@ class Training:
     def __init__(self, strategy: RestartingStrategy) -> None:
         self._strategy = strategy
 
-    def standing(self) -> Standing:
+    def recovering(self) -> AbstractContextManager[None]:
         """See :class:`lightning_resilience.restart.engine.Workload`, as for all below."""
+        return workers_end_quickly()
+
+    def standing(self) -> Standing:
+        """What the loop has committed."""
         commits = self._strategy._loop.commits
         newest = None if commits is None else commits.newest
         return SETTING_UP if newest is None else Standing(step=newest.step, stage=newest.stage)

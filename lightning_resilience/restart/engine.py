@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
@@ -95,6 +96,10 @@ class Patience:
 
 class Workload(Protocol):
     """What is restarted. All but `standing` and `ready` are called by the main thread, in this order."""
+
+    def recovering(self) -> AbstractContextManager[None]:
+        """Around a restart, until a state is put back."""
+        ...
 
     def standing(self) -> Standing:
         """The newest commit. Called by any thread."""
@@ -345,6 +350,10 @@ class RestartEngine:
     # --- the restart
 
     def _recover(self, error: BaseException) -> Incident:
+        with self._workload.recovering():
+            return self._go_on_together(error)
+
+    def _go_on_together(self, error: BaseException) -> Incident:
         incident = Incident(number=self._restarts + 1, rank=self._control.rank)
         while True:
             meeting = self._meet(error, incident)

@@ -2,12 +2,14 @@
 
 The main thread says what it is doing; a thread looks on every turn whether that has been going on for too long. A
 rank that is late by itself is at fault. One that waits in a collective is not: others may be busy with something that
-takes its time. It says that it is late; when every rank is, nobody is busy, and that is a hang.
+takes its time. It says that it is late; when every rank is, nobody is busy, and that is a hang. When the collective is
+over, its own time begins anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -100,6 +102,7 @@ class Watchdog:
         self._stopped = self._raised = False
         self._wake = threading.Event()
         self._late: Beat | None = None
+        self._waited_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="lightning-resilience-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -133,10 +136,13 @@ class Watchdog:
         Args:
             waits: Whether the main thread is inside a collective.
         """
-        beat = self._heart.beat
+        beat, now = self._heart.beat, self._clock()
         limit = self._timeouts.limit_s(beat.section)
-        late = self._clock() - beat.since > limit
-        if self._late is not None and beat is not self._late:
+        own_since = beat.since if waits else max(beat.since, self._waited_at)  # it pays for nobody else's time
+        late = now - own_since > limit
+        if waits:
+            self._waited_at = now
+        if self._late is not None and not (waits and beat is self._late):
             self._generation.call_late(late=False)
             self._late = None
         if not late:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,7 @@ def slurm(module: str, *arguments: str, ranks: int, timeout: float = 180) -> str
     """What `srun` does on one node: a process for each rank, told its place by the environment."""
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "test", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
     job |= {"SLURM_NTASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks), "WORLD_SIZE": str(ranks)}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "RANK": str(rank)} for rank in range(ranks)]
     return _wait([_start(["-m", module, *arguments], {**job, **place}) for place in places], timeout)
 
@@ -59,10 +60,3 @@ def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

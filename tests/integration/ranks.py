@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 _MARK = "LIGHTNING_RESILIENCE_TEST_JOB"
@@ -49,8 +50,16 @@ class Job:
     @property
     def output(self) -> str:
         """What all ranks and their writers have printed, rank by rank."""
+        return "\n".join(self._outputs())
+
+    @property
+    def last_words(self) -> str:
+        """The end of what each has printed: what comes last explains most."""
+        return "\n".join(f"--- rank {rank}\n{text[-6000:]}" for rank, text in enumerate(self._outputs()))
+
+    def _outputs(self) -> list[str]:
         files = [Path(f"{self._output}.{rank}.out") for rank in range(len(self._ranks))]
-        return "\n".join(file.read_text(errors="replace") for file in files if file.exists())
+        return [file.read_text(errors="replace") for file in files if file.exists()]
 
     def members(self) -> set[int]:
         """Ids of the processes that are alive now."""
@@ -88,10 +97,10 @@ class Job:
         deadline = time.monotonic() + timeout
         while members := self.alive_ranks() or self.members():
             if time.monotonic() > deadline:
-                raise JobFailed(f"{members} did not end in {timeout} s\n{self.output[-8000:]}")
+                raise JobFailed(f"{members} did not end in {timeout} s\n{self.last_words}")
             time.sleep(0.05)
         if any(self.codes):
-            raise JobFailed(f"the ranks ended with {self.codes}\n{self.output[-8000:]}")
+            raise JobFailed(f"the ranks ended with {self.codes}\n{self.last_words}")
         return self.output
 
     @property
@@ -108,7 +117,7 @@ class Job:
         deadline = time.monotonic() + timeout
         while not path.exists():
             if time.monotonic() > deadline or not self.alive_ranks():
-                raise JobFailed(f"{path} did not appear\n{self.output[-8000:]}")
+                raise JobFailed(f"{path} did not appear\n{self.last_words}")
             time.sleep(_POLL_S)
 
     def _is_marked(self, folder: Path) -> bool:
@@ -153,7 +162,7 @@ class Stem:
         output = folder / f"job-{mark}"
         environment = {_MARK: mark, "TORCHELASTIC_RUN_ID": mark}  # to Lightning the job was started by torchrun
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         order = {"call": call, "arguments": arguments, "ranks": ranks, "output": str(output)}
         return Job(mark, json.loads(self._ask({**order, "environment": environment})), output)
 
@@ -186,10 +195,3 @@ class Stem:
 def _exit_code(file: Path) -> int:
     """What a rank said at its end; one that was killed said nothing."""
     return int(file.read_text()) if file.exists() else -1
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_resilience.data import capture_rank_state, install, stash_rank_state
+from tests.ports import free_port
 from tests.unit.resume_runs import Net, Samples, SaveAt, seed_all
 
 WORLD = 2
@@ -87,10 +87,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
 
 
 def test_each_rank_goes_on_exactly(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", __name__, str(port), str(tmp_path)]
+    command = [sys.executable, "-m", __name__, str(free_port()), str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD)]
     try:
         assert [rank.wait(timeout=200) for rank in ranks] == [0] * WORLD

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+from tests.ports import free_port
+
 BUCKET = "bucket"
 SECRET = "a-secret-that-nobody-may-see"
 _ERRORS = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
@@ -139,7 +141,7 @@ class S3Server:
     running: ClassVar[set[int]] = set()
 
     def __init__(self) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)],
             stdout=subprocess.DEVNULL,
@@ -198,13 +200,6 @@ class S3Server:
             return data
         finally:
             connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _wait_for(port: int, timeout_s: float = 60.0) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _Sync
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_resilience._lightning import (
@@ -25,6 +28,7 @@ from lightning_resilience._lightning import (
     mark_epoch_begun,
     result_metric,
 )
+from lightning_resilience._torch import workers_end_quickly
 from lightning_resilience.data import mark_not_validated
 from lightning_resilience.data.epoch_metrics import _OPTIONS
 
@@ -146,3 +150,31 @@ def test_a_checkpoint_says_where_its_newest_validation_stands() -> None:
     mark_not_validated(checkpoint)
     assert not checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["is_last_batch"]
     assert progress.is_last_batch, "the running trainer is left alone"
+
+
+class Sleepy(Dataset[int]):
+    """Whose samples never come."""
+
+    def __init__(self) -> None:
+        self.begun = multiprocessing.Event()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        self.begun.set()
+        time.sleep(1000.0)
+        return index
+
+
+def test_workers_that_hang_are_given_a_moment_only() -> None:
+    dataset = Sleepy()
+    iterator: Any = iter(DataLoader(dataset, num_workers=1))
+    assert dataset.begun.wait(30.0)
+    interval = torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL
+    before = time.monotonic()
+    with workers_end_quickly():
+        iterator._shutdown_workers()
+    assert 0.1 < time.monotonic() - before < interval
+    assert not iterator._workers[0].is_alive()
+    assert interval == torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL

@@ -270,6 +270,21 @@ def test_a_rank_that_waits_for_a_busy_one_is_patient() -> None:
     assert not ward.generations[0].all_late()
 
 
+def test_what_others_took_is_not_a_ranks_own_time() -> None:
+    ward = Ward()
+    ward.now = 20.0
+    assert not ward.dogs[0].look(waits=True)
+    ward.now = 20.2  # the collective is over, its section goes on
+    assert not ward.dogs[0].look(waits=False)
+    ward.hearts[1].enter(Section.CHECKPOINT)
+    assert not ward.dogs[1].look(waits=False)
+    assert not ward.generations[0].all_late()
+    ward.now = 24.9
+    assert not ward.dogs[0].look(waits=False)
+    ward.now = 25.1
+    assert ward.dogs[0].look(waits=False)
+
+
 def test_all_ranks_waiting_are_a_hang() -> None:
     ward = Ward()
     ward.now = 6.0
