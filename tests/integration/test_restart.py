@@ -109,8 +109,9 @@ def test_nothing_piles_up_over_thirty_restarts(results: Results) -> None:
         usage = rank["many"]["usage"]
         assert len(usage) == len(MANY)
         early, late = least(usage[:10]), least(usage[-10:])
-        assert late.pop("resident") - early.pop("resident") < 4096, "KiB"
-        assert early == late
+        growth = {name: late[name] - early[name] for name in early}
+        assert growth.pop("resident") < 4096, "KiB"
+        assert max(growth.values()) <= 0, growth  # less when the collector finds what an earlier run left
 
 
 def test_setting_up_begins_again(results: Results) -> None:
