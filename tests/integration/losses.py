@@ -16,13 +16,16 @@ import torch
 
 from tests.integration import restarts
 
+PATIENT_S = 3.0
+"""A rank that is stopped is lost after this, one that holds the lock after three times as long."""
+
 
 def main() -> None:
     torch.set_num_threads(1)
     logging.basicConfig(format="%(levelname)s rank {RANK}: %(message)s".format_map(os.environ))
     folder = Path(sys.argv[1])
     begin = folder / "struck"
-    run = restarts.Run("lost", [json.loads(sys.argv[2])])
+    run = restarts.Run("lost", [json.loads(sys.argv[2])], strategy={"hang_timeout": PATIENT_S})
     result = restarts.fit(run, folder, tell=lambda _: note(begin, str(time.time())))
     result["seconds"] = time.time() - float(begin.read_text())
     note(folder / f"result-{os.environ['RANK']}.json", json.dumps(result))
