@@ -38,7 +38,10 @@ EXCEPTIONS = [
     fault("raise", "train_end", rank=0, step=12),
 ]
 AT_ONCE = [
-    *({**fault("raise", "batch_start", rank=rank, step=2), "message": f"of rank {rank}"} for rank in range(2)),
+    *(
+        {**fault("raise", "batch_start", rank=rank, step=2), "message": text}
+        for rank, text in enumerate(("one", "other"))
+    ),
     fault("raise", "forward", rank=0, step=4),
     fault("hang", "batch_start", rank=1, step=4),
 ]
