@@ -16,18 +16,19 @@ from typing_extensions import override
 from lightning_resilience import _lightning
 from lightning_resilience.checkpoint.candidates import META, brought_up_to_date, was_asked_for
 from lightning_resilience.checkpoint.envelope import archive
+from lightning_resilience.checkpoint.restore import Target
 from lightning_resilience.checkpoint.snapshots.choice import Request
 from lightning_resilience.checkpoint.snapshots.contents import RANK_STATE
 from lightning_resilience.checkpoint.snapshots.engine import Snapshots
-from lightning_resilience.checkpoint.snapshots.points import State
-from lightning_resilience.checkpoint.snapshots.run import forget_run
+from lightning_resilience.checkpoint.snapshots.points import Restored, State
+from lightning_resilience.checkpoint.snapshots.run import RUN_FILE, forget_run
 from lightning_resilience.checkpoint.snapshots.start import begin_run
 from lightning_resilience.checkpoint.snapshots.stored import stored_in
 from lightning_resilience.checkpoint.state import clean_name
 from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.checkpoint_io import AsyncCheckpointIO
 from lightning_resilience.data import capture_rank_state, listen, mark_not_validated, stash_rank_state
-from lightning_resilience.errors import LoadError, SaveError
+from lightning_resilience.errors import LoadError, MismatchedCheckpointError, SaveError
 from lightning_resilience.strategy_checkpoints import CheckpointingStrategy
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,16 @@ class SnapshottingStrategy(CheckpointingStrategy):
         if step is None:
             return path
         self._to_load = step, path
-        log.info("going on from the snapshot of step %d in %s, in place of %s", step, plugin.snapshots.shm_dir, path)
+        if self.is_global_zero:
+            self._tell_choice(step, path, directory, plugin.snapshots.shm_dir)
         return f"the snapshot of step {step} in {plugin.snapshots.shm_dir}"
+
+    def _tell_choice(self, step: int, path: str | None, directory: Place, shm_dir: str) -> None:
+        found = f"going on from the snapshot of step {step} in {shm_dir}"
+        if path is not None:
+            log.info("%s, in place of %s", found, path)
+        else:  # a start that was killed before its first save; or somebody has removed what was there
+            log.warning("%s, as there is no checkpoint in %s. %s", found, directory, _how_to_begin_anew(directory))
 
     def _run_directory(self, plugin: AsyncCheckpointIO) -> Place:
         """Where the run's checkpoints go; this tells one run from another."""
@@ -87,11 +96,20 @@ class SnapshottingStrategy(CheckpointingStrategy):
         (step, path), self._to_load = self._to_load, None
         plugin, snapshots = self._plugin_with_snapshots()
         target = self._target(plugin, weights_only, fitting=True)
-        restored = self._together(lambda: snapshots.load(step, target), LoadError)
+        restored = self._together(lambda: self._from_snapshot(snapshots, step, target), LoadError)
         stash_rank_state(self._trainer, restored.rank_state)
         self._optimizers_from = f"(the snapshot of step {step})", False
         _lightning.set_resumed_path(self._trainer, path)
         return restored.content
+
+    def _from_snapshot(self, snapshots: Snapshots, step: int, target: Target) -> Restored:
+        try:
+            return snapshots.load(step, target)
+        except MismatchedCheckpointError as error:
+            how = _how_to_begin_anew(self._run_directory(self._plugin_with_snapshots()[0]))
+            raise MismatchedCheckpointError(
+                f"{error} It is in memory, from the last start of this run. {how}"
+            ) from None
 
     def _plugin_with_snapshots(self) -> tuple[AsyncCheckpointIO, Snapshots]:
         plugin = self.checkpoint_io
@@ -217,3 +235,11 @@ class SnapshottingStrategy(CheckpointingStrategy):
                 self._listening = False
             if self._snapshots is not None:
                 self._snapshots.close(keep)
+
+
+def _how_to_begin_anew(directory: Place) -> str:
+    """For whoever did not want to go on from a snapshot."""
+    return (
+        f"To begin anew, call fit without ckpt_path, or remove {directory} with all in it: the hidden {RUN_FILE} says"
+        " which snapshots belong to it."
+    )

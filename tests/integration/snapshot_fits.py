@@ -24,6 +24,7 @@ from lightning_resilience.checkpoint.snapshots.leftovers import remove_run
 from lightning_resilience.checkpoint.snapshots.rescue import rescue
 from lightning_resilience.checkpoint.snapshots.run import read_run
 from lightning_resilience.checkpoint.storage import place_for
+from lightning_resilience.errors import MismatchedCheckpointError
 from tests.integration.fits import Net, loader
 
 
@@ -74,6 +75,13 @@ class Parallel(Net):
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
+class Wider(Net):
+    """Has other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__(width=12)
+
+
 def make_strategy(kind: str) -> Strategy:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
@@ -113,8 +121,8 @@ def fit(folder: Path, path: str | None, model: type[Net] = Net, **arguments: Any
     error = ""
     try:
         trainer.fit(module, loader(), ckpt_path=path)
-    except Fault:
-        error = "Fault"
+    except (Fault, MismatchedCheckpointError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
     return {
         "first": min(module.losses, default=None),
         "losses": {str(step): loss.hex() for step, loss in module.losses.items()},
@@ -202,4 +210,8 @@ def main() -> None:
     results |= fits_of("hsdp", root / "hsdp")
     results |= fits_of("tensor parallel", root / "tensor-parallel", Parallel)
     results["ddp"] = fit(root / "ddp", None, kind="ddp")
+    other = root / "other"
+    newest_checkpoint(other)
+    fit(other, None, crash=3)
+    results["another model"] = fit(other, newest_checkpoint(other), Wider)
     (root / f"{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -70,8 +70,20 @@ def test_lightning_knows_of_the_checkpoint_and_not_of_the_snapshot(job: tuple[li
     assert ranks[0]["before the first checkpoint"]["ckpt_path"] is None
 
 
+def test_a_snapshot_of_another_model_is_an_error_that_says_how_to_begin_anew(
+    job: tuple[list[dict[str, Any]], str],
+) -> None:
+    ranks, _ = job
+    for results in ranks:
+        error = results["another model"]["error"]
+        assert "the checkpoint of step 3 in /dev/shm/lightning-resilience-snapshot-" in error
+        assert "belongs to another model" in error
+        assert "To begin anew, call fit without ckpt_path, or remove " in error
+
+
 def test_what_is_done_is_said(job: tuple[list[dict[str, Any]], str]) -> None:
     _, output = job
     assert "going on from the snapshot of step 4 in /dev/shm" in output
+    assert "WARNING rank 0: going on from the snapshot of step 3 in /dev/shm, as there is no checkpoint in " in output
     assert "snapshots of an earlier start are not used: fit was asked for something else" in output
     assert "takes no snapshots with this strategy" in output  # DDP

@@ -250,6 +250,39 @@ def test_a_flipped_bit_in_a_weight_is_named_and_the_snapshot_before_is_used(
     successor.snapshots.close(keep=False)
 
 
+@pytest.mark.parametrize("offset", [0, 7, 40, 200])
+def test_a_flipped_bit_in_a_header_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, offset: int) -> None:
+    training, rank = Training(), Rank(tmp_path)
+    rank.start()
+    training.go()
+    rank.take(training)
+    (name,) = rank.files()
+    after_a_kill(rank, tmp_path)
+    data = bytearray((rank.shm / name).read_bytes())
+    at = offset if data.startswith(header_bytes._MAGIC.to_bytes(8, "little")) else len(data) // 2 + offset
+    data[at] ^= 64
+    (rank.shm / name).write_bytes(data)
+    successor = Rank(tmp_path)
+    assert successor.start() is None
+    assert ("DAMAGED SNAPSHOT" in caplog.text) == (offset != 7), "byte 7 is the version"
+    successor.snapshots.close(keep=False)
+
+
+def test_a_slot_that_was_being_filled_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training, rank = Training(), Rank(tmp_path)
+    rank.start()
+    for _ in range(2):
+        training.go()
+        rank.take(training)
+    file = rank.snapshots._file
+    assert file is not None
+    file.begin()
+    successor = after_a_kill(rank, tmp_path)
+    assert successor.start() == 2
+    assert "DAMAGED" not in caplog.text
+    successor.snapshots.close(keep=False)
+
+
 def test_damage_on_one_rank_keeps_all_from_that_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     threads = Threads(2)
     ranks = [Rank(tmp_path, exchange=threads.of(rank)) for rank in (0, 1)]

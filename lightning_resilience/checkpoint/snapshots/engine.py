@@ -35,7 +35,6 @@ from lightning_resilience.checkpoint.snapshots.pace import Measured, Pace
 from lightning_resilience.checkpoint.snapshots.points import Restored, State
 from lightning_resilience.checkpoint.snapshots.run import Run
 from lightning_resilience.checkpoint.staging import Slot, leaves_by_kind, local_part
-from lightning_resilience.checkpoint.storage import place_for
 from lightning_resilience.checkpoint.transfer import fair_threads
 from lightning_resilience.errors import LoadError
 
@@ -321,7 +320,7 @@ def _pairs(slot: Slot, layout: ShardLayout, state: State) -> tuple[list[Pair], l
 def _load(file: SnapshotFile, slot: Slot, snapshot: Snapshot, target: Target) -> Restored:
     parts = {name: file.part(slot, part) for name, part in snapshot.parts.items()}
     label = f"the snapshot of step {snapshot.step} in {file.path}"
-    states = restore_pieces(SnapshotReader(slot, snapshot, parts), place_for(file.path), target)
+    states = restore_pieces(SnapshotReader(slot, snapshot, parts), f"of step {snapshot.step} in {file.path}", target)
     content = load_archive(io.BytesIO(parts[META]), label, target.trust)
     if target.optimizers:
         content[OPTIMIZERS] = states

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import mmap
 import os
 import uuid
@@ -28,6 +29,8 @@ from lightning_resilience.checkpoint.snapshots import leftovers
 from lightning_resilience.checkpoint.snapshots.header import SIZE, SLOTS, Header
 from lightning_resilience.checkpoint.staging import Slot
 from lightning_resilience.checkpoint.warm_memory import WarmMemory, create_file, require_room
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,14 @@ class SnapshotFile:
         if not all(self._is_whole(index, part) for part in parts.values()):
             return None
         return Snapshot(parts=parts, start=header.start, **fields)
+
+    def faults(self) -> list[str]:
+        """What cannot be trusted any more, by slot: only damage of the memory leaves such a thing."""
+        damaged = [
+            header.is_damaged or (header.read() is not None and self.read(index) is None)
+            for index, header in enumerate(self._headers)
+        ]
+        return [f"what slot {index} of {self.path} says of its snapshot" for index, bad in enumerate(damaged) if bad]
 
     def lay_out(self, layout: ShardLayout) -> None:
         """Get the slots ready that hold nothing.
@@ -234,6 +245,8 @@ def _open(path: Path) -> SnapshotFile | None:
         os.close(fd)
         return None
     file = SnapshotFile(str(path), fd, size)
+    for fault in file.faults():
+        log.error("DAMAGED SNAPSHOT: %s is altered. An older state is used instead. Have the memory tested.", fault)
     if file.snapshots():
         return file
     file.close(keep=False)

@@ -18,6 +18,7 @@ from lightning_resilience.checkpoint.digest import BLOCK
 SLOTS = 2
 SIZE = 2 * mmap.PAGESIZE
 _MAGIC = int.from_bytes(b"LRsnap\x00\x02", "little")  # the last byte is the version of the format
+_ALL_BUT_VERSION = (1 << 56) - 1
 _WORDS = 32  # bytes: magic, start, length and digest of the body
 _SEAL = 16  # bytes at the end: digest of the body that it belongs to, digest of the tensors
 
@@ -48,6 +49,13 @@ class Header:
         magic, _, length, digest = self._words
         body = bytes(self._body[:length])
         return body if magic == _MAGIC and xxhash.xxh3_64_intdigest(body) == digest else None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it is neither void, nor whole, nor of another version: no kill leaves such a thing behind."""
+        changed = self._words[0] ^ _MAGIC
+        is_other_version = changed != 0 and changed & _ALL_BUT_VERSION == 0
+        return self._words[0] != 0 and not is_other_version and self.read() is None
 
     def void(self) -> None:
         """The slot holds nothing from now on."""
