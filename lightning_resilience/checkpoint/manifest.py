@@ -173,6 +173,10 @@ def read_seal(path: Place) -> Seal | None:
     ends_plainly = end[-_END_OF_ZIP_SIZE:].startswith(_END_OF_ZIP) and end.endswith(b"\0\0")
     if start == _LEGACY or (start == b"PK" and ends_plainly):
         return None
+    if start != b"PK" and b"lightning-resilience seal" not in end:
+        raise DamagedCheckpointError(
+            f"{path} is no checkpoint, or a damaged one: it neither begins nor ends as a file of torch.save does"
+        )
     raise DamagedCheckpointError(f"the checkpoint {path} is damaged: its start or its end is missing or changed")
 
 

@@ -20,11 +20,13 @@ def prune(
     Damaged, unfinished and foreign ones are neither counted nor deleted, and neither is one that a link names.
 
     Raises:
-        ConfigurationError: No policy was given, or nobody is there to be asked.
+        ConfigurationError: No policy was given, nobody is there to be asked, or it is not a directory of checkpoints.
         NoValidCheckpointError: Of what would be kept, no checkpoint is whole: nothing was deleted.
     """
     policies = _policies(keep_latest, keep_every)
     found = catalog(place)
+    if place.is_file() or any(item.place.path == place.path for item in found):
+        raise ConfigurationError(f"{place} is not a directory of checkpoints: pass the directory it is in")
     going = {item.path for item in doomed(committed(found), policies, spared=linked(place))}
     goes = [item for item in found if str(item.place) in going]
     if not dry_run and goes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_resilience import newest_checkpoint
+from lightning_resilience import load_weights, newest_checkpoint
 from lightning_resilience.checkpoint import candidates
 from lightning_resilience.checkpoint.candidates import find, with_predecessors
 from lightning_resilience.checkpoint.exchange import Alone
@@ -238,3 +240,11 @@ def test_a_writer_that_is_still_busy_is_waited_for(
     candidates._wait_for_writers(place_for(tmp_path), 10.0, slept.append)
     assert len(slept) == 2
     assert caplog.text.count("waiting for the writer") == 1
+
+
+@pytest.mark.parametrize("path", ["", " ", "a\0b", "x" * 300, None, 3, b"bytes"])
+def test_a_path_that_cannot_be_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigurationError, match="path"):
+        newest_checkpoint(path)
+    with pytest.raises(ConfigurationError, match="path"):
+        load_weights(nn.Linear(1, 1), path)

@@ -260,6 +260,30 @@ def test_prune_deletes_what_no_policy_keeps_and_asks_first(runs: Path, capsys: p
     assert run(capsys, "prune", runs, "--keep-latest", "0", "--yes")[0] == 2
 
 
+def test_prune_wants_a_directory_of_checkpoints(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs.parent / "notes.txt").write_text("nothing")
+    for path in (runs / "step=30.ckpt", runs.parent / "notes.txt"):
+        code, text = run(capsys, "prune", path, "--keep-latest", "1", "--yes")
+        assert (code, f"{path} is not a directory of checkpoints" in text.replace("\n", "")) == (2, True)
+    assert len(list(runs.iterdir())) == 3
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_file_of_another_kind_is_called_that(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    code, text = run(capsys, command, tmp_path / "notes.txt")
+    assert (code, "is no checkpoint, or a damaged one" in " ".join(text.split())) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show", "prune"])
+@pytest.mark.parametrize("path", ["", " ", "a\0b", "x" * 300])
+def test_a_path_that_cannot_be_is_refused(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, command, path)
+    assert (code, "path" in text, "Traceback" in text) == (2, True, False)
+
+
 def test_prune_deletes_nothing_while_the_one_that_stays_is_damaged(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,7 +90,7 @@ def test_a_truncated_seal_is_noticed(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize("content", [b"", b"P", b"XK" + b"\0" * 100])
 def test_a_file_that_does_not_begin_as_one_is_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.ckpt").write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="missing or changed"):
+    with pytest.raises(DamagedCheckpointError, match="is no checkpoint, or a damaged one"):
         read_seal(place_for(tmp_path / "a.ckpt"))
 
 

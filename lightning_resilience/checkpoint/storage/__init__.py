@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _LOCAL = ("file://", "local://")
+_LONGEST_NAME = 255  # bytes, on every file system of Linux
 _NO_PLACE = {  # what fsspec only reads, or what stands before another file system
     *("http", "https", "data", "git", "github", "gist", "dvc", "reference", "root", "dask", "jupyter", "jlab"),
     *("zip", "tar", "libarchive"),
@@ -88,12 +89,36 @@ def in_process_only(path: str) -> bool:
 
 
 def place_for(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Place:
-    """A path as the user gave it, on its storage: local ones are made absolute, URLs stay as they are."""
-    text = os.fspath(path)
+    """A path as the user gave it, on its storage: local ones are made absolute, URLs stay as they are.
+
+    Raises:
+        ConfigurationError: It cannot be the path of anything, or is a URL of a kind that nothing here knows.
+    """
+    text = _checked(path)
     storage = storage_for(text, storage_options)
     if isinstance(storage, LocalStorage):
         text = os.path.abspath(os.path.expanduser(_without_protocol(text)))
+        _check_length(text)
     return Place(storage, text)
+
+
+def _checked(path: object) -> str:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigurationError(f"{path!r} ({type(path).__name__}) is no path: pass a string or a pathlib.Path")
+    if not text.strip():
+        raise ConfigurationError("an empty path names nothing; the current directory is '.'")
+    if "\0" in text:
+        raise ConfigurationError(f"{text!r} has a zero byte, which no path can have")
+    return text
+
+
+def _check_length(path: str) -> None:
+    name = max(map(os.fsencode, path.split("/")), key=len)
+    if len(name) > _LONGEST_NAME:
+        raise ConfigurationError(
+            f"a name in the path, {os.fsdecode(name[:40])!r}..., has {len(name)} bytes; {_LONGEST_NAME} are possible"
+        )
 
 
 def _without_protocol(path: str) -> str:
