@@ -7,12 +7,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.checkpoint.attempts import FOLDER, live_attempts
 from lightning_resilience.checkpoint.manifest import MANIFEST, Manifest, Seal, read_manifest, read_seal
+from lightning_resilience.checkpoint.quarantine import Quarantine
 from lightning_resilience.checkpoint.storage import REPLACED, Entry, Place, place_for
 from lightning_resilience.errors import (
     CheckpointError,
@@ -109,12 +110,15 @@ def newest_in(
     """
     _wait_for_writers(directory, wait_s)
     found = [candidate for candidate in find(directory) if wanted(candidate.place.name)]
+    faults, quarantine = [], Quarantine()
     for candidate in found:
-        if not candidate.fault:
+        fault = candidate.fault or quarantine.why(candidate.place, candidate.created_ns)
+        if not fault:
             return candidate
-        log.warning("passing over %s: %s", candidate.path, candidate.fault)
-    if found:
-        raise none_valid(directory, [candidate.fault for candidate in found])
+        log.warning("passing over %s: %s", candidate.path, fault)
+        faults.append(fault)
+    if faults:
+        raise none_valid(directory, faults)
     return None
 
 
@@ -182,12 +186,17 @@ def with_predecessors(place: Place) -> list[Candidate]:
         raise LoadError(f"there is no checkpoint at {place}")
     if there.is_directory and not is_checkpoint_directory(place):
         if found := find(place):
-            return found
+            return _worth_a_try(found) or found
         raise LoadError(f"{place} is neither a checkpoint nor a directory that holds one")
     first = examine(place)
     real = place.resolved()
-    older = [candidate for candidate in _same_run(place) if candidate.place.resolved() != real]
+    older = _worth_a_try(candidate for candidate in _same_run(place) if candidate.place.resolved() != real)
     return [first, *(candidate for candidate in older if candidate.fault or candidate.created_ns <= first.created_ns)]
+
+
+def _worth_a_try(found: Iterable[Candidate]) -> list[Candidate]:
+    quarantine = Quarantine()
+    return [candidate for candidate in found if not quarantine.why(candidate.place, candidate.created_ns)]
 
 
 def _same_run(place: Place) -> list[Candidate]:

@@ -19,6 +19,7 @@ from lightning_resilience.checkpoint.exchange import Exchange, gather_json
 from lightning_resilience.checkpoint.files import CheckpointFiles, Source, altered
 from lightning_resilience.checkpoint.manifest import Manifest, Seal
 from lightning_resilience.checkpoint.peek import peek
+from lightning_resilience.checkpoint.quarantine import forgive, note_failure
 from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import DamagedCheckpointError, LoadError, WeightsOnlyCheckpointError
 
@@ -96,10 +97,14 @@ def first_usable(place: Place, exchange: Exchange, attempt: Callable[[Place], _T
             result = attempt(candidate)
         except DamagedCheckpointError as error:
             faults.append(str(error))
+            if exchange.rank == 0:
+                note_failure(candidate, examine(candidate).created_ns, str(error))
         except WeightsOnlyCheckpointError as error:
             passed.append(error)
         else:
             _say_choice(candidate, faults, passed, exchange)
+            if exchange.rank == 0:
+                forgive(candidate)
             return result
     if passed and not faults:
         raise passed[0]

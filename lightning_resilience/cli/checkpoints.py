@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_resilience.checkpoint.audit import Verdict, bytes_to_read, verify
 from lightning_resilience.checkpoint.catalog import Listed, State, catalog, newest
+from lightning_resilience.checkpoint.quarantine import Quarantine, forgive
 from lightning_resilience.checkpoint.storage import Place, place_for
 from lightning_resilience.cli import output
 from lightning_resilience.errors import ConfigurationError, NoValidCheckpointError
@@ -76,6 +77,10 @@ def run_list(options: argparse.Namespace) -> int:
         for item in found:
             if item.state is State.DAMAGED:
                 output.say(f"damaged: {item.fault}")
+        quarantine = Quarantine()
+        for item in found:
+            if item.usable and (why := quarantine.why(item.place, item.created_ns)):
+                output.say(f"passed over: {why}")
         output.say("Names and sizes were looked at, not contents: `verify` reads every byte.")
     return _DAMAGED if first is None or any(item.state is State.DAMAGED for item in found) else _FINE
 
@@ -125,6 +130,9 @@ def run_verify(options: argparse.Namespace) -> int:
         output.show_json({"path": str(place), "checkpoints": [_verdict_as_json(verdict) for verdict in verdicts]})
     elif not verdicts:
         output.say(f"no checkpoints in {place}")
+    for verdict in verdicts:
+        if verdict.proven and not verdict.faults and forgive(verdict.listed.place) and not options.json:
+            output.say(f"{verdict.listed.place} had failed to load; it is whole now, and is used again")
     for verdict in () if options.json else verdicts:
         output.say(f"{_word(verdict)}  {verdict.listed.place}  ({output.size(verdict.bytes)} read)")
         for fault in verdict.faults:

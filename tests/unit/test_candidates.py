@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from lightning_resilience import load_weights, newest_checkpoint
-from lightning_resilience.checkpoint import candidates
+from lightning_resilience.checkpoint import candidates, quarantine
 from lightning_resilience.checkpoint.candidates import find, with_predecessors
 from lightning_resilience.checkpoint.exchange import Alone
 from lightning_resilience.checkpoint.manifest import MANIFEST, FileRecord, Manifest, seal_tail
 from lightning_resilience.checkpoint.storage import Place, place_for
 from lightning_resilience.checkpoint.storage import local as storage
 from lightning_resilience.checkpoint.verify import choose
+from lightning_resilience.cli.main import main
 from lightning_resilience.errors import (
     ConfigurationError,
     DamagedCheckpointError,
@@ -248,3 +249,47 @@ def test_a_path_that_cannot_be_is_refused(path: Any) -> None:
         newest_checkpoint(path)
     with pytest.raises(ConfigurationError, match="path"):
         load_weights(nn.Linear(1, 1), path)
+
+
+def test_what_has_failed_to_load_three_times_is_passed_over_until_it_is_whole_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = a_checkpoint(tmp_path, step=1), a_checkpoint(tmp_path, step=2)
+    flip(bad / "__0_0.distcp")
+    for _ in range(3):
+        assert newest_checkpoint(tmp_path) == str(bad), "names and sizes tell nothing"
+        assert choose(place_for(bad), Alone(), fall_back=True).path == str(good)
+    assert newest_checkpoint(tmp_path) == str(good)
+    assert "has failed to load 3 times, the last time because" in caplog.text
+    assert [one.path for one in with_predecessors(place_for(tmp_path))] == [str(good)]
+    assert with_predecessors(place_for(bad))[0].path == str(bad), "who names it gets it"
+    assert main(["checkpoints", "list", str(tmp_path)]) == 0
+    assert "passed over: " in capsys.readouterr().out
+    flip(bad / "__0_0.distcp")
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert "it is whole now" in " ".join(capsys.readouterr().out.split())
+    assert newest_checkpoint(tmp_path) == str(bad)
+    assert not (tmp_path / quarantine.FILE).exists()
+
+
+def test_one_that_is_written_again_has_not_failed(tmp_path: Path) -> None:
+    bad = a_checkpoint(tmp_path, step=2)
+    place = place_for(bad)
+    for _ in range(quarantine.LIMIT):
+        quarantine.note_failure(place, 5, "it was damaged")
+    assert quarantine.Quarantine().why(place, 5)
+    assert not quarantine.Quarantine().why(place, 6)
+    quarantine.note_failure(place, 6, "it was damaged")
+    assert not quarantine.Quarantine().why(place, 6)
+    quarantine.forgive(place)
+    assert not (tmp_path / quarantine.FILE).exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step=2.ckpt": 3}', '{"step=2.ckpt": {"count": 9}}'])
+def test_a_count_that_says_nothing_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / quarantine.FILE).write_text(text)
+    assert newest_checkpoint(tmp_path) is None
+    place = place_for(a_checkpoint(tmp_path, step=2))
+    assert newest_checkpoint(tmp_path) == place.path
+    quarantine.note_failure(place, 1, "it was damaged")
+    assert "it was damaged" in (tmp_path / quarantine.FILE).read_text()

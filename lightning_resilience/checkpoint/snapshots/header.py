@@ -102,6 +102,10 @@ def digest_of(tensors: memoryview, threads: int = 1, go_on: Callable[[], bool] =
     def block(start: int) -> bytes:
         return xxhash.xxh3_64_digest(tensors[start : start + BLOCK]) if go_on() else b""
 
-    with ThreadPoolExecutor(threads, "lightning-resilience-digest") as pool:
-        found = list(pool.map(block, range(0, len(tensors), BLOCK)))
+    starts = range(0, len(tensors), BLOCK)
+    if threads == 1:  # in a thread that may outlive the interpreter's willingness to start others
+        found = [block(start) for start in starts]
+    else:
+        with ThreadPoolExecutor(threads, "lightning-resilience-digest") as pool:
+            found = list(pool.map(block, starts))
     return xxhash.xxh3_64_intdigest(b"".join(found)) if all(found) else None
