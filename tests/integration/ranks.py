@@ -103,6 +103,22 @@ class Job:
             raise JobFailed(f"the ranks ended with {self.codes}\n{self.last_words}")
         return self.output
 
+    def let_go(self, timeout: float) -> list[int]:
+        """Wait for the ranks, and for nothing that they have started, which is nobody's now; returns their codes.
+
+        Raises:
+            JobFailed: A rank does not end. Then nothing of the job is left.
+        """
+        deadline = time.monotonic() + timeout
+        while ranks := self.alive_ranks():
+            if time.monotonic() > deadline:
+                self.__exit__()
+                raise JobFailed(f"{ranks} did not end in {timeout} s\n{self.last_words}")
+            time.sleep(_POLL_S)
+        for fd in self._ranks.values():
+            os.close(fd)
+        return self.codes
+
     @property
     def codes(self) -> list[int]:
         """With which code each rank has ended; -1 for one that was killed, or still runs."""

@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.integration.ranks import Stem
 
 ENGINE = """
 import os, resource, signal, sys, torch
@@ -38,13 +41,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, code: str, deadline_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """The writer may outlive the rank, so its output goes to files, which need no reader."""
-    command = [sys.executable, "-c", ENGINE + code, str(folder), str(deadline_s)]
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended; its writer may live on."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(folder: Path, code: str) -> Ended:
+    """In an interpreter of its own. The writer may outlive it, so its output goes to files, which need no reader."""
     with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
-        code_of_exit = subprocess.run(command, stdout=out, stderr=err, timeout=90).returncode
-    texts = (folder / "out").read_text(), (folder / "err").read_text()
-    return subprocess.CompletedProcess(command, code_of_exit, *texts)
+        command = [sys.executable, "-c", ENGINE + code, str(folder), "60"]
+        returncode = subprocess.run(command, stdout=out, stderr=err, timeout=90).returncode
+    return Ended(returncode, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+def fork(stem: Stem, folder: Path, code: str, deadline_s: float = 60.0) -> Ended:
+    """The same in a fork of the warm process, in a third of the time; of a signal it says no more than -1."""
+    arguments = (ENGINE + code, str(folder), str(deadline_s))
+    job = stem.start("tests.integration.snippets:main", *arguments, ranks=1, folder=folder)
+    (returncode,) = job.let_go(timeout=90)
+    return Ended(returncode, (folder / "out").read_text(), (folder / "err").read_text())
 
 
 def saved(folder: Path) -> list[str]:
@@ -60,31 +79,34 @@ def wait_until_gone(pid: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('mine')", "os.kill(os.getpid(), signal.SIGINT)"])
-def test_however_the_interpreter_ends_what_is_pending_is_saved_before(folder: Path, end: str) -> None:
+def test_however_the_interpreter_ends_what_is_pending_is_saved_before(stem: Stem, folder: Path, end: str) -> None:
     """Nobody has closed the engine; in a container a writer would not outlive its rank."""
-    done = run(folder, "save(1)\nsave(2)\n" + end)
+    code = "save(1)\nsave(2)\n" + end
+    done = run(folder, code) if "SIGINT" in end else fork(stem, folder, code)
     assert saved(folder) == ["1.ckpt", "2.ckpt"]
     assert os.listdir(folder / "shm") == []
     assert {"": 0, "s": 3, "r": 1, "o": -signal.SIGINT}[end[:1]] == done.returncode, done.stderr
 
 
-def test_an_interpreter_that_ends_while_storage_hangs_reports_what_is_lost(folder: Path) -> None:
+def test_an_interpreter_that_ends_while_storage_hangs_reports_what_is_lost(stem: Stem, folder: Path) -> None:
     """The writer is stopped: at the deadline it is killed, its save has failed, and another one writes the next."""
-    done = run(folder, SLOW, deadline_s=1.0)
+    done = fork(stem, folder, SLOW, deadline_s=1.0)
     assert "2.ckpt (step 2) was NOT saved: it was not durable 1 s after its turn came" in done.stderr
     assert saved(folder) == ["1.ckpt", "3.ckpt"]
     wait_until_gone(int(done.stdout), folder)
 
 
-def test_an_idle_writer_that_hangs_does_not_hang_the_interpreter(folder: Path) -> None:
-    done = run(folder, "save(1)\nengine.wait()\nos.kill(engine.writer_pid, 19)\nprint(engine.writer_pid, flush=True)")
+def test_an_idle_writer_that_hangs_does_not_hang_the_interpreter(stem: Stem, folder: Path) -> None:
+    done = fork(
+        stem, folder, "save(1)\nengine.wait()\nos.kill(engine.writer_pid, 19)\nprint(engine.writer_pid, flush=True)"
+    )
     assert done.returncode == 0
     wait_until_gone(int(done.stdout), folder)
 
 
-def test_a_killed_rank_has_all_that_it_staged_written_although_the_second_had_to_wait(folder: Path) -> None:
+def test_a_killed_rank_has_all_that_it_staged_written_although_the_second_had_to_wait(stem: Stem, folder: Path) -> None:
     code = SLOW + "os.kill(os.getpid(), signal.SIGKILL)"
-    done = run(folder, code)
+    done = fork(stem, folder, code)
     writer = int(done.stdout)
     assert saved(folder) == ["1.ckpt"]
     os.kill(writer, signal.SIGCONT)
@@ -92,15 +114,15 @@ def test_a_killed_rank_has_all_that_it_staged_written_although_the_second_had_to
     assert saved(folder) == ["1.ckpt", "2.ckpt", "3.ckpt"]
 
 
-def test_of_a_killed_rank_only_what_had_not_given_way_is_written(folder: Path) -> None:
-    done = run(folder, SLOW + "save(4)\nos.kill(os.getpid(), signal.SIGKILL)")
+def test_of_a_killed_rank_only_what_had_not_given_way_is_written(stem: Stem, folder: Path) -> None:
+    done = fork(stem, folder, SLOW + "save(4)\nos.kill(os.getpid(), signal.SIGKILL)")
     writer = int(done.stdout)
     os.kill(writer, signal.SIGCONT)
     wait_until_gone(writer, folder)
     assert saved(folder) == ["1.ckpt", "2.ckpt", "4.ckpt"]
 
 
-def test_a_dead_writer_is_noticed_and_replaced_while_nothing_is_going_on(folder: Path) -> None:
+def test_a_dead_writer_is_noticed_and_replaced_while_nothing_is_going_on(stem: Stem, folder: Path) -> None:
     code = """
 import time
 first = engine.writer_pid
@@ -111,7 +133,7 @@ while engine.writer_pid == first and time.monotonic() < began + 60:
 print(time.monotonic() - began)
 save(1)
 """
-    assert run(folder, code).returncode == 0
+    assert fork(stem, folder, code).returncode == 0
     assert saved(folder) == ["1.ckpt"]
 
 
@@ -152,9 +174,9 @@ engine.close()
 """
 
 
-def test_a_write_that_never_returns_costs_one_save_and_training_goes_on(folder: Path) -> None:
+def test_a_write_that_never_returns_costs_one_save_and_training_goes_on(stem: Stem, folder: Path) -> None:
     """In C, with the interpreter's lock held: no thread of the writer can do anything about it."""
-    done = run(folder, BLOCKED, deadline_s=3.0)
+    done = fork(stem, folder, BLOCKED, deadline_s=3.0)
     assert done.stdout == "['writer_hung'] ['saved', 'failed', 'saved']\n", done.stderr
     assert saved(folder) == ["1.ckpt", "3.ckpt"]
     assert os.listdir(folder / "shm") == []
@@ -197,10 +219,10 @@ def test_a_writer_whose_rank_is_gone_leaves_when_storage_lets_nothing_through(tm
     assert not arena.exists()
 
 
-def test_two_thousand_tensors_under_a_limit_of_256_descriptors(folder: Path) -> None:
+def test_two_thousand_tensors_under_a_limit_of_256_descriptors(stem: Stem, folder: Path) -> None:
     """What ``ulimit -n 256`` does; torch's own shared tensors take a descriptor each."""
     code = "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\nsave(1, 2000)\nsave(2, 2000)\nengine.close()"
-    done = run(folder, code)
+    done = fork(stem, folder, code)
     assert done.returncode == 0, done.stderr
     assert saved(folder) == ["1.ckpt", "2.ckpt"]
 
@@ -231,8 +253,10 @@ print(engine.writer_pid, flush=True)
         ("engine.close()\nsnapshots.close(keep=True)", False),  # all is well
     ],
 )
-def test_a_snapshot_becomes_a_checkpoint_unless_training_has_ended_well(folder: Path, end: str, rescued: bool) -> None:
-    done = run(folder, SNAPSHOTS + end)
+def test_a_snapshot_becomes_a_checkpoint_unless_training_has_ended_well(
+    stem: Stem, folder: Path, end: str, rescued: bool
+) -> None:
+    done = fork(stem, folder, SNAPSHOTS + end)
     deadline = time.monotonic() + 60
     while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
