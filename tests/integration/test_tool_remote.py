@@ -19,20 +19,30 @@ from lightning_resilience.cli.main import main
 from tests.servers.s3 import S3Server
 from tests.unit.test_cli_checkpoints import meta, state
 
+FOLDER = "s3://bucket/run"
 
-@pytest.fixture
-def bucket(s3: S3Server, tmp_path: Path) -> str:
-    """Three checkpoints, the oldest of them one file."""
-    (tmp_path / "shm").mkdir()
-    engine = CheckpointEngine(EngineOptions(shm_dir=str(tmp_path / "shm"), on_busy="wait"))
-    folder = "s3://bucket/run"
+
+@pytest.fixture(scope="module")
+def written(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The objects of three checkpoints, the oldest of them one file."""
+    s3_server.reset()
+    shm, options = tmp_path_factory.mktemp("shm"), s3_server.options
+    engine = CheckpointEngine(EngineOptions(shm_dir=str(shm), on_busy="wait"))
     content = {**meta(10), "state_dict": state(10)["state_dict"]}
-    engine.save_file(f"{folder}/step=10.ckpt", 10, content, storage_options=s3.options)
+    engine.save_file(f"{FOLDER}/step=10.ckpt", 10, content, storage_options=options)
     for step in (20, 30):
         files = {"meta.pt": archive(meta(step))}
-        engine.save_sharded(f"{folder}/step={step}.ckpt", step, state(step), files, storage_options=s3.options)
+        engine.save_sharded(f"{FOLDER}/step={step}.ckpt", step, state(step), files, storage_options=options)
     engine.close()
-    return folder
+    return {key: s3_server.get(key) for key in s3_server.keys()}
+
+
+@pytest.fixture
+def bucket(s3: S3Server, written: dict[str, bytes]) -> str:
+    """The three checkpoints, as they were written."""
+    for key, data in written.items():
+        s3.put(key, data)
+    return FOLDER
 
 
 def options(s3: S3Server) -> list[str]:
@@ -91,6 +101,7 @@ def test_prune_and_retention_leave_nothing_of_what_they_delete(
 ) -> None:
     code, done = run(capsys, s3, "prune", bucket, "--keep-latest", "2", "--yes")
     assert (code, done["deleted"]) == (0, [f"{bucket}/step=10.ckpt"])
+    (tmp_path / "shm").mkdir()
     engine = CheckpointEngine(EngineOptions(shm_dir=str(tmp_path / "shm"), on_busy="wait"))
     engine.save_sharded(
         f"{bucket}/step=40.ckpt", 40, state(40), {"meta.pt": archive(meta(40))}, storage_options=s3.options
