@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ports import free_port
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,20 +21,11 @@ def script(module: str, *arguments: str, timeout: float = 120) -> str:
     return _wait([_start(["-m", module, *arguments])], timeout)
 
 
-def slurm(module: str, *arguments: str, ranks: int, timeout: float = 180) -> str:
-    """What `srun` does on one node: a process for each rank, told its place by the environment."""
-    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "test", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
-    job |= {"SLURM_NTASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks), "WORLD_SIZE": str(ranks)}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "RANK": str(rank)} for rank in range(ranks)]
-    return _wait([_start(["-m", module, *arguments], {**job, **place}) for place in places], timeout)
-
-
-def _start(arguments: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def _start(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

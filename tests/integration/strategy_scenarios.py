@@ -775,5 +775,15 @@ def main() -> None:
         Path(out).write_text(json.dumps(results, indent=1))
 
 
+def under_slurm() -> None:
+    """With the environment that `srun` gives the processes of one node."""
+    ranks = os.environ["WORLD_SIZE"]
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    os.environ |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "test", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
+    os.environ |= {"SLURM_NTASKS": ranks, "SLURM_NTASKS_PER_NODE": ranks}
+    os.environ |= {"SLURM_PROCID": os.environ["RANK"], "SLURM_LOCALID": os.environ["LOCAL_RANK"]}
+    main()
+
+
 if __name__ == "__main__":
     main()

@@ -6,11 +6,13 @@ Training is compared with `strategy_models.train_alone`: plain torch, one proces
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.jobs import slurm, torchrun
+from tests.integration.jobs import torchrun
+from tests.integration.ranks import Stem
 from tests.integration.strategy_models import Block
 from tests.integration.strategy_scenarios import SCENARIOS
 
@@ -219,10 +221,11 @@ def test_tensor_parallel(result: Any) -> None:
     assert result["local_rows"] == Block().wide.out_features // 2
 
 
-def test_hybrid_shard_under_slurm(tmp_path: Any) -> None:
-    """Four ranks, started as Slurm does: two replicas of two shards, unseeded but for rank 0."""
+def test_hybrid_shard_under_slurm(stem: Stem, tmp_path: Path) -> None:
+    """Four ranks, told their places as by Slurm: two replicas of two shards, unseeded but for rank 0."""
     out = tmp_path / "results.json"
-    slurm(SCRIPT, str(out), *ON_FOUR_RANKS, ranks=4)
+    stem.load(SCRIPT)
+    stem.run(f"{SCRIPT}:under_slurm", str(out), *ON_FOUR_RANKS, ranks=4, folder=tmp_path, timeout=180)
     values = json.loads(out.read_text())["hybrid_shard"]
     assert "error" not in values, values["error"]
     assert trained_as_alone(values), values
