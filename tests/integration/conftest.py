@@ -12,6 +12,6 @@ from tests.integration.ranks import Stem
 @pytest.fixture(scope="session")
 def stem() -> Iterator[Stem]:
     """A warm process to fork ranks from."""
-    stem = Stem(["tests.integration.fits"])
+    stem = Stem(["tests.integration.fits", "s3fs"])  # Lightning imports s3fs, if it is there, to look at any path
     yield stem
     stem.close()

@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[2]
 def test_every_method_has_a_row(tmp_path: Path, command: str, methods: tuple[str, ...], states: int) -> None:
     scratch, report = tmp_path / "scratch", tmp_path / "report.json"
     scratch.mkdir()
-    arguments = ["--mb", "1", "--rounds", "1", "--methods", ",".join(methods)]
+    arguments = ["--mb", "1", "--rounds", "1", "--ranks", "1", "--methods", ",".join(methods)]
     done = subprocess.run(
         [sys.executable, f"benchmarks/{command}.py", *arguments, "--dir", str(scratch), "--json", str(report)],
         cwd=_ROOT,
