@@ -153,6 +153,11 @@ class Ledger:
         """Saves that are not settled."""
         return {entry.tag for entry in self._entries}
 
+    @property
+    def asked(self) -> Beliefs:
+        """The books as of the last save that was asked for on this page, or as they were at its opening."""
+        return self._before
+
     def open_page(self, beliefs: Beliefs) -> Beliefs:
         """The books are going to be written; returns them as they must be for that.
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, proxy
 
@@ -88,6 +88,9 @@ class CommitKeeper:
         show(callback, ledger.open_page(beliefs_of(callback)))
         try:
             yield
+        except BaseException:  # what it has begun to write tells of a save that nobody was asked for
+            show(callback, replace(ledger.asked, saved=_lightning.saved(callback)))
+            raise
         finally:
             self._working.discard(callback)
             show(callback, ledger.close_page(beliefs_of(callback)))

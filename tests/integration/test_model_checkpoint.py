@@ -312,6 +312,31 @@ def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
     assert callback.best_model_path == str(directory / "step=2" / "model.ckpt")
 
 
+def test_an_exception_before_a_save_is_asked_for_leaves_no_trace_in_the_books(tmp_path: Path) -> None:
+    """After a restart the callback does it again, and the same one is displaced."""
+
+    class Disturbed(ModelCheckpoint):
+        disturbed = False
+
+        def file_exists(self, filepath: Any, trainer: L.Trainer) -> bool:
+            if trainer.global_step == 6 and not self.disturbed:
+                self.disturbed = True
+                raise ConnectionError("no answer")
+            return super().file_exists(filepath, trainer)
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            try:
+                super().on_train_batch_end(*arguments)
+            except ConnectionError:
+                super().on_train_batch_end(*arguments)
+
+    callback = Disturbed(tmp_path, monitor="step", mode="max", save_top_k=2, every_n_train_steps=2, filename="{step}")
+    fit(AsyncCheckpointIO(on_busy="wait"), callback, Storage(), max_steps=8)
+    assert callback.disturbed
+    assert files(tmp_path) == ["step=6.ckpt", "step=8.ckpt"]
+    assert [os.path.relpath(path, tmp_path) for path in names(callback)] == files(tmp_path)
+
+
 # --- runs that go on ---------------------------------------------------------------------------------------
 
 
