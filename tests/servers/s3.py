@@ -27,7 +27,7 @@ _ERRORS = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 Fault = int | str
-"""A status, or "reset" for a connection that breaks."""
+"""A status, "reset" for a connection that breaks, or "drop" for one that ends without an answer: s3fs asks again."""
 
 
 class Proxy(ThreadingHTTPServer):
@@ -92,8 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._pass_on(body)
             return
         self.server.failed += 1
-        if fault == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if fault in ("reset", "drop"):
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
             return
