@@ -103,6 +103,9 @@ class Recovery:
         in_order = tuple(range(1, self.killed_at + 1))
         checks = {
             f"{self.planned} faults were planned, {len(self.restarts)} recovered": len(self.restarts) != self.planned,
+            "a fault was noticed before it happened, or recovered from before it was noticed": any(
+                min(restart.noticed_s, restart.recovered_s) < 0 for restart in self.restarts
+            ),
             "the first run lost steps or did some twice": self.order != in_order,
             "the second run began at step 0: no checkpoint of the first was used": self.resumed_from == 0,
             "the second run did not do each step from its checkpoint to the end": sorted(self.after) != expected,
@@ -166,7 +169,7 @@ def restart_after(fault: Event, run: Sequence[Event], restarted: Sequence[Event]
     if not mine or not later:
         return None
     event, report = mine[0]
-    noticed_s = report["at_s"] - fault["at_s"]
+    noticed_s = report["at_s"] - fault["time"]  # both of the machine's clock
     done = max(other["time"] for other in restarted if other["number"] == event["number"])
     interrupt_s = event["time"] - sum(event["phases"].values()) - fault["time"] - noticed_s
     return Restart(

@@ -75,8 +75,7 @@ class StepLog(Callback):
 
 def log_fault(path: Path, fault: PlannedFault) -> None:
     """A `fault` event of a drill, from the rank that it is about to happen to."""
-    # at_s is of the clock of lightning_resilience's own reports of faults
-    append_line(path, {"event": "fault", "time": time.time(), "at_s": time.monotonic(), **asdict(fault)})
+    append_line(path, {"event": "fault", "time": time.time(), **asdict(fault)})
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of restarts share: runs with faults on two ranks, and the comparison with runs without."""
+"""What the tests of restarts share: runs with faults on real ranks, and the comparison with runs without."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def elsewhere(faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**one, "rank": 1 - one["rank"]} for one in faults]
 
 
-def train(stem: Stem, folder: Path, *runs: Run) -> Results:
-    """Do all runs, one after the other, in the same two processes."""
+def train(stem: Stem, folder: Path, *runs: Run, ranks: int = 2) -> Results:
+    """Do all runs, one after the other, in the same processes."""
     stem.load("tests.integration.restarts")
-    stem.run("tests.integration.restarts:main", orders(*runs), str(folder), ranks=2, folder=folder, timeout=250)
-    return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(2)]
+    stem.run("tests.integration.restarts:main", orders(*runs), str(folder), ranks=ranks, folder=folder, timeout=250)
+    return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def as_if_nothing_had_happened(run: dict[str, Any], calm: dict[str, Any], but: tuple[str, ...] = ()) -> None:

@@ -226,12 +226,12 @@ def _run(start: int, losses: Sequence[float]) -> list[dict[str, Any]]:
 
 
 SAVE = {"event": "save", "step": 2, "stall_s": 0.002, "error": None}
-FAULT = {"event": "fault", "time": 2.1, "at_s": 102.1, "rank": 1, "step": 2, "kind": "hang", "place": "forward"}
+FAULT = {"event": "fault", "time": 2.1, "rank": 1, "step": 2, "kind": "hang", "place": "forward"}
 KILLED = [*_run(0, [4.0, 3.0]), FAULT, *_run(2, [2.5])[1:], SAVE]
 
 
-def _restarted(rank: int, time: float, step: int = 2) -> dict[str, Any]:
-    report = {"kind": "hang", "rank": 1, "step": step, "at_s": 102.4}
+def _restarted(rank: int, time: float, step: int = 2, at_s: float = 2.4) -> dict[str, Any]:
+    report = {"kind": "hang", "rank": 1, "step": step, "at_s": at_s}
     phases = {"unblock": 0.1, "restore": 0.2}
     return {"kind": "restarted", "rank": rank, "time": time, "number": 1, "faults": [report], "phases": phases}
 
@@ -272,6 +272,8 @@ def test_the_table_has_a_column_for_each_fault() -> None:
         ([*_run(0, [4.0, 3.0, 2.5]), SAVE | {"error": "disk full"}, *_run(2, [2.5, 2.0])], [], "failed"),
         ([*KILLED, *_run(2, [2.5, 2.0])], [], "1 faults were planned, 0 recovered"),
         ([*KILLED, *_run(2, [2.5, 2.0])], [_restarted(1, 2.8, step=1)], "1 faults were planned, 0 recovered"),
+        ([*KILLED, *_run(2, [2.5, 2.0])], [_restarted(1, 2.8, at_s=102.4)], "before it was noticed"),
+        ([*KILLED, *_run(2, [2.5, 2.0])], [_restarted(1, 2.8, at_s=0.3)], "before it happened"),
         ([*KILLED, *_run(3, [2.0])], RESTARTED, "only with a fault"),
         ([*_run(0, [4.0, 3.0]), *_run(1, [3.0, 2.5])[1:], SAVE, *_run(2, [2.5, 2.0])], [], "did some twice"),
     ],
