@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import select
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch._C._distributed_c10d as _c10d
@@ -158,16 +161,44 @@ def _port(ask: Callable[[], Any]) -> int | None:
     return address[1] if isinstance(address, tuple) else None  # a path: a socket of this machine
 
 
+def duplicate(item: Descriptor) -> socket.socket | None:
+    """The same connection under a number of its own, which nobody else can close; None if it is closed."""
+    try:
+        copy = socket.socket(fileno=os.dup(item.fd))
+    except OSError:  # closed in the meantime
+        return None
+    if item.is_open():
+        return copy
+    copy.close()
+    return None
+
+
 @contextlib.contextmanager
 def _duplicate(item: Descriptor) -> Iterator[socket.socket | None]:
-    """The same connection under a number of its own, which nobody else can close."""
+    """The same for a moment."""
+    copy = duplicate(item)
+    with copy or contextlib.nullcontext():
+        yield copy
+
+
+def sockets_being_written() -> set[int]:
+    """Numbers of the sockets of which gloo waits until it can send more.
+
+    It asks for ``EPOLLOUT`` only then; see "epoll" in proc_pid_fdinfo(5).
+    """
+    found: set[int] = set()
+    for fd, link in _links():
+        if link == "anon_inode:[eventpoll]":
+            found |= {int(number) for number, events in _watched_by(fd) if int(events, 16) & select.EPOLLOUT}
+    return found
+
+
+def _watched_by(epoll: int) -> list[tuple[str, str]]:
     try:
-        duplicate = socket.socket(fileno=os.dup(item.fd))
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
     except OSError:  # closed in the meantime
-        yield None
-        return
-    with duplicate:
-        yield duplicate if _link(item.fd) == item.inode else None
+        return []
+    return re.findall(r"^tfd:\s+(\d+)\s+events:\s+([0-9a-f]+)", text, re.MULTILINE)
 
 
 class ClosedGroups:
@@ -343,12 +374,14 @@ def _communicators(group: Any) -> list[Any]:
 
 def open_sockets() -> list[Descriptor]:
     """All sockets of this process."""
-    found = []
+    return [Descriptor(fd, link) for fd, link in _links() if link.startswith("socket:")]
+
+
+def _links() -> Iterator[tuple[int, str]]:
+    """What this process has open."""
     for name in os.listdir("/proc/self/fd"):
-        link = _link(int(name))
-        if link is not None and link.startswith("socket:"):
-            found.append(Descriptor(int(name), link))
-    return found
+        if (link := _link(int(name))) is not None:
+            yield int(name), link
 
 
 def _link(fd: int) -> str | None:

@@ -1,8 +1,9 @@
 """End the collectives in which this rank is blocked.
 
 NCCL aborts communicators itself. gloo has no such call that works (``ProcessGroupGloo.abort`` does not wake a waiting
-thread, torch 2.13), but a collective fails at once when its connections end. Only connections that were made for
-groups are ended: listening sockets, the control store, and whatever else the process talks to stay.
+thread, torch 2.13), but a collective fails at once when there is nothing to read from its connections any more. Only
+those that were made for groups are concerned: listening sockets, the control store, and whatever else the process
+talks to stay.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
 
 from lightning_resilience import _torch_groups
-from lightning_resilience._torch_groups import Descriptor
+from lightning_resilience.restart.connections import Connections
 
 log = logging.getLogger(__name__)
+
+_connections = Connections()
 
 
 class Abortable(Protocol):
@@ -37,7 +40,12 @@ def abort_groups(timeout_s: float) -> None:
     """
     backends = [b for group in _torch_groups.live_groups() for b in _torch_groups.device_backends(group)]
     abort_backends([backend for backend in backends if _is_nccl(backend)], timeout_s)
-    cut_connections(_torch_groups.group_sockets(), _torch_groups.cut_socket)
+    _connections.cut(_torch_groups.group_sockets())
+
+
+def let_go_of_connections() -> None:
+    """All ranks have left the collectives that were ended."""
+    _connections.let_go()
 
 
 def abort_backends(backends: Sequence[Abortable], timeout_s: float) -> None:
@@ -54,11 +62,6 @@ def is_failed_collective(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     inside = bool(frames) and "torch/distributed/" in frames[-1].filename
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and inside)
-
-
-def cut_connections(sockets: Iterable[Descriptor], cut: Callable[[Descriptor], bool]) -> int:
-    """End connections; returns how many there were."""
-    return sum(cut(item) for item in sockets)
 
 
 def _abort(backend: Abortable) -> None:

@@ -32,7 +32,7 @@ from lightning_resilience.errors import (
     StateLost,
 )
 from lightning_resilience.events import EventLog
-from lightning_resilience.restart.abort import abort_groups, is_failed_collective
+from lightning_resilience.restart.abort import abort_groups, is_failed_collective, let_go_of_connections
 from lightning_resilience.restart.company import Company
 from lightning_resilience.restart.control import Control, Generation
 from lightning_resilience.restart.events import Fewer, GaveUp, Hang, Incident, Stuck
@@ -237,6 +237,7 @@ class RestartEngine:
             with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may have left
                 self._control.generation(self._number).finish()
             self._end_generation()
+            let_go_of_connections()
             self._company.close()
             self._watched.disconnect()
             self._monitor = None
@@ -399,6 +400,7 @@ class RestartEngine:
             ) from missing
         except dist.DistError:
             raise self._store_lost() from error
+        let_go_of_connections()
         incident.done("meeting")
         return meeting
 
@@ -622,9 +624,13 @@ class RestartEngine:
             self._group_control.disconnect()
         abort_groups(self._patience.abort_s)
         patience = self._patience
-        if not self._interrupter.deliver(
-            grace_s=patience.grace_s, every_s=patience.every_s, timeout_s=patience.abort_s
-        ):
+        left = self._interrupter.deliver(
+            grace_s=patience.grace_s,
+            every_s=patience.every_s,
+            timeout_s=patience.abort_s,
+            unblock=lambda: abort_groups(patience.every_s),  # a group may have been in the making
+        )
+        if not left:
             self._leave_process(cause, alarm)
 
     def _tell_of_loss(self) -> None:

@@ -20,6 +20,8 @@ from lightning_resilience.errors import RestartSignal
 SIGNAL = signal.SIGURG
 """Ignored by default, so that it harms no process in which the handler is not installed."""
 
+_UNBLOCK_EVERY_S = 0.5
+
 
 class Interrupter:
     """Owned by the engine. `arm` to `check` are called by the main thread, `deliver` by another.
@@ -85,20 +87,27 @@ class Interrupter:
         if self._wanted and self._armed:
             raise RestartSignal("another rank has a fault")
 
-    def deliver(self, *, grace_s: float, every_s: float, timeout_s: float) -> bool:
+    def deliver(
+        self, *, grace_s: float, every_s: float, timeout_s: float, unblock: Callable[[], None] = lambda: None
+    ) -> bool:
         """Until the main thread has left the guarded part; False when it does not within `timeout_s`.
 
         Args:
             grace_s: How long to wait for it to leave by itself: the collective it is in fails by now.
             every_s: How long it may take to leave before it is told again.
             timeout_s: When to give up.
+            unblock: Done again now and then: the thread may get into another wait, which no signal ends.
         """
-        deadline = time.monotonic() + timeout_s
+        began = unblocked_at = time.monotonic()
         self.request()
         pause = grace_s
         while not self._left.wait(pause):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > began + timeout_s:
                 return False
+            if now > unblocked_at + _UNBLOCK_EVERY_S:
+                unblock()
+                unblocked_at = now
             signal.pthread_kill(_main_thread(), SIGNAL)
             pause = every_s
         return True
