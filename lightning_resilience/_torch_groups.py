@@ -164,13 +164,13 @@ def _port(ask: Callable[[], Any]) -> int | None:
 def duplicate(item: Descriptor) -> socket.socket | None:
     """The same connection under a number of its own, which nobody else can close; None if it is closed."""
     try:
-        copy = socket.socket(fileno=os.dup(item.fd))
+        number = os.dup(item.fd)
     except OSError:  # closed in the meantime
         return None
-    if item.is_open():
-        return copy
-    copy.close()
-    return None
+    if not item.is_open():  # and what has the number now may be no socket
+        os.close(number)
+        return None
+    return socket.socket(fileno=number)
 
 
 @contextlib.contextmanager

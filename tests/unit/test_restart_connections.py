@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -91,3 +92,10 @@ def test_nothing_is_left_open_and_listeners_stay(pair: tuple[socket.socket, sock
         socket.create_connection(listener.getsockname()).close()
     connections.let_go()
     assert set(open_sockets()) == before
+
+
+def test_a_number_that_is_of_something_else_now_is_no_connection() -> None:
+    before = os.listdir("/proc/self/fd")
+    with open(os.devnull) as file:
+        assert Connections().cut([Descriptor(file.fileno(), "socket:[1]")]) == 0
+    assert os.listdir("/proc/self/fd") == before
