@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
-from lightning_resilience.cli import checkpoints
+from lightning_resilience.cli import checkpoints, run
 from lightning_resilience.errors import (
     ConfigurationError,
     DamagedCheckpointError,
@@ -17,7 +17,7 @@ from lightning_resilience.errors import (
     UntrustedCheckpointError,
 )
 
-_GROUPS = (checkpoints,)
+_GROUPS = (run, checkpoints)
 """Modules that add commands: each has `add_commands(subparsers)` and sets `command`, which returns an exit code."""
 
 _EXIT_CODES = """exit codes:
