@@ -2,7 +2,7 @@
 
 books FOLDER STRATEGY LIMIT ON_BUSY
 
-With `on_busy="skip"` the writers stand still for three steps, and storage is behind.
+With `on_busy="skip"` the writers stand still for three saves, and storage is behind.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Behind(L.Callback):
         self._plugin = plugin
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        signals = {2: signal.SIGSTOP, 6: signal.SIGCONT}
+        signals = {1: signal.SIGSTOP, 6: signal.SIGCONT}  # three are saved in between, whatever was saved before
         engine = self._plugin._engine
         if trainer.global_step in signals and engine is not None:
             os.kill(engine.writer_pid, signals[trainer.global_step])

@@ -48,7 +48,7 @@ def test_after_so_many_failures_in_a_row_training_ends_with_an_error_on_all_rank
 
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
 def test_what_is_skipped_is_skipped_on_all_ranks(stem: Stem, tmp_path: Path, kind: str) -> None:
-    """Storage is behind for three steps; with DDP only rank 0 knows."""
+    """Storage is behind for three saves; with DDP only rank 0 knows."""
     directory, (first, second) = books(stem, tmp_path, kind, 0, (), "skip")
     assert "skipped" in first["outcomes"]
     assert second["outcomes"] == (first["outcomes"] if kind == "sharded" else [])
