@@ -300,7 +300,7 @@ def _read_owner(path: Place) -> dict[str, Any]:
         owner: dict[str, Any] = json.loads(path.read())
         found = {"host": owner["host"], "pid": owner["pid"]}
         return {**found, "target": owner.get("target", ""), "attempt": owner.get("attempt", "")}
-    except (OSError, ValueError, KeyError):  # gone, or its writer was killed before it could
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # gone, or its writer was killed first
         return {"host": "", "pid": 0, "target": "", "attempt": ""}
 
 

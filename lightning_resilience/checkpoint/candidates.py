@@ -195,8 +195,13 @@ def with_predecessors(place: Place) -> list[Candidate]:
 
 
 def _worth_a_try(found: Iterable[Candidate]) -> list[Candidate]:
-    quarantine = Quarantine()
-    return [candidate for candidate in found if not quarantine.why(candidate.place, candidate.created_ns)]
+    quarantine, worth = Quarantine(), []
+    for candidate in found:
+        if why := quarantine.why(candidate.place, candidate.created_ns):
+            log.warning("passing over %s: %s", candidate.path, why)
+        else:
+            worth.append(candidate)
+    return worth
 
 
 def _same_run(place: Place) -> list[Candidate]:

@@ -11,6 +11,7 @@ from lightning_resilience.checkpoint.attempts import INCOMPLETE
 from lightning_resilience.checkpoint.candidates import META, Candidate, examine, find, is_checkpoint_directory
 from lightning_resilience.checkpoint.manifest import Manifest, Seal
 from lightning_resilience.checkpoint.peek import peek
+from lightning_resilience.checkpoint.quarantine import Quarantine
 from lightning_resilience.checkpoint.retention import Committed
 from lightning_resilience.checkpoint.storage import Place
 from lightning_resilience.errors import LoadError
@@ -78,7 +79,8 @@ def catalog(place: Place) -> list[Listed]:
 
 def newest(found: list[Listed]) -> Listed | None:
     """The one that a new start would use, of those in the order of a catalog; weights only if there is nothing else."""
-    usable = [listed for listed in found if listed.usable]
+    quarantine = Quarantine()
+    usable = [one for one in found if one.usable and not quarantine.why(one.place, one.created_ns)]
     return next((listed for listed in usable if not listed.weights_only), usable[0] if usable else None)
 
 

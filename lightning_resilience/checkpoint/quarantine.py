@@ -33,6 +33,11 @@ class Failures:
     created_ns: int
     fault: str
 
+    @property
+    def are_plain(self) -> bool:
+        """What somebody else has written may be of any kind; only rank 0 reads it, and must not fail alone."""
+        return type(self.count) is int and type(self.created_ns) is int and type(self.fault) is str
+
 
 def note_failure(place: Place, created_ns: int, fault: str) -> None:
     """It has failed once more. Storage that cannot be written to keeps no count."""
@@ -74,9 +79,10 @@ class Quarantine:
 
 def _read(directory: Place) -> dict[str, Failures]:
     try:
-        return {name: Failures(**fields) for name, fields in json.loads((directory / FILE).read()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):  # none has failed; or nobody can say
+        found = {name: Failures(**fields) for name, fields in json.loads((directory / FILE).read()).items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # none has failed; or nobody can say
         return {}
+    return {name: failures for name, failures in found.items() if failures.are_plain}
 
 
 def _write(directory: Place, known: dict[str, Failures]) -> None:

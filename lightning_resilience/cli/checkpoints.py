@@ -225,5 +225,6 @@ def _newest_of(place: Place, found: Sequence[Listed]) -> Listed:
     first = newest(list(found))
     if first is not None:
         return first
-    faults = "; ".join(item.fault for item in found if item.fault)
+    quarantine = Quarantine()
+    faults = "; ".join(fault for item in found if (fault := item.fault or quarantine.why(item.place, item.created_ns)))
     raise NoValidCheckpointError(f"there is no valid checkpoint at {place}{': ' if faults else ''}{faults}")

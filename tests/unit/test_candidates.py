@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +265,16 @@ def test_what_has_failed_to_load_three_times_is_passed_over_until_it_is_whole_ag
     assert "has failed to load 3 times, the last time because" in caplog.text
     assert [one.path for one in with_predecessors(place_for(tmp_path))] == [str(good)]
     assert with_predecessors(place_for(bad))[0].path == str(bad), "who names it gets it"
+    newer = a_checkpoint(tmp_path, step=3)
+    caplog.clear()
+    assert [one.path for one in with_predecessors(place_for(newer))] == [str(newer), str(good)]
+    assert f"passing over {bad}" in caplog.text, "nothing is left out without a word"
+    shutil.rmtree(newer)
     assert main(["checkpoints", "list", str(tmp_path)]) == 0
     assert "passed over: " in capsys.readouterr().out
+    assert main(["checkpoints", "list", "--json", str(tmp_path)]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [one["path"] for one in listed if one["newest"]] == [str(good)], "what the next start goes on from"
     flip(bad / "__0_0.distcp")
     assert main(["checkpoints", "verify", str(tmp_path)]) == 0
     assert "it is whole now" in " ".join(capsys.readouterr().out.split())
@@ -285,7 +295,21 @@ def test_one_that_is_written_again_has_not_failed(tmp_path: Path) -> None:
     assert not (tmp_path / quarantine.FILE).exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step=2.ckpt": 3}', '{"step=2.ckpt": {"count": 9}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"step=2.ckpt": 3}',
+        '{"step=2.ckpt": {"count": 9}}',
+        '{"step=2.ckpt": {"count": "9", "created_ns": 1, "fault": "x"}}',
+        '{"step=2.ckpt": {"count": null, "created_ns": 1, "fault": "x"}}',
+        '{"step=2.ckpt": {"count": Infinity, "created_ns": 1, "fault": "x"}}',
+        '{"step=2.ckpt": {"count": 9, "created_ns": 1, "fault": ["x"]}}',
+    ],
+)
 def test_a_count_that_says_nothing_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / quarantine.FILE).write_text(text)
     assert newest_checkpoint(tmp_path) is None

@@ -52,7 +52,7 @@ def read_run(directory: Place) -> Run | None:
         run = Run(str(fields["id"]), int(fields["start"]), int(fields["base_ns"]))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return run if run.id.isalnum() else None
 
